@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from tests.helpers.faults import Side
 from zero_recipes.cli import main as cli
@@ -43,7 +42,7 @@ PASTED = """{
 """
 
 
-def test_a_recipe_of_the_handbooks_form_becomes_one_of_today_and_one_for_trl(tmp_path, monkeypatch, capsys):
+def test_a_recipe_of_the_handbooks_form_becomes_one_of_today(tmp_path, monkeypatch, capsys):
     Side(recipe=HANDBOOK, without=("max_length", "activation_checkpointing")).write(tmp_path)
     monkeypatch.chdir(tmp_path)
     path, check = Path("recipe.yaml"), ["check", "recipe.yaml"]
@@ -56,14 +55,6 @@ def test_a_recipe_of_the_handbooks_form_becomes_one_of_today_and_one_for_trl(tmp
     assert yaml.safe_load(text) == kept | today | {"max_length": 128, "warmup_steps": 0.1}
     assert "# use_flash_attention_2: removed, it was False" in text and "# logging_dir: removed, it was 'runs'" in text
     assert upgrade(Path("recipe.upgraded.yaml")) == (text, []) and path.read_text() == old
-
-    path.write_text(f"{old}global_batch_size: 8\nuse_cpu: true\nbf16: false\nbeta: 0.1\n")
-    assert cli.main([*check, "--upgrade", "--for-trl"]) == 0
-    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
-    script, training, model, _ = parser.parse_args_and_config(["--config", "recipe.trl.yaml"])
-    assert (script.dataset_name, training.max_length, model.dtype) == ("./rows", 128, "bfloat16")
-    text = Path("recipe.trl.yaml").read_text()
-    assert "# beta: removed, it was 0.1" in text and "# global_batch_size: removed, it was 8" in text
 
 
 @pytest.mark.parametrize(

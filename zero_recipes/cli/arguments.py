@@ -118,7 +118,6 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("--gpu", help="check for this card instead of this machine, e.g. h100-80gb; names as in plan")
     upgrade = "write and check RECIPE.upgraded.yaml with TRL's current keys, and a ds_config that runs"
     verb.add_argument("--upgrade", action="store_true", help=upgrade)
-    verb.add_argument("--for-trl", action="store_true", help="with --upgrade: keys of `trl sft` alone, and no check")
     verb.add_argument("--data", action="store_true", help="tokenize the rows, count tokens with loss, show three rows")
     verb.add_argument("--show", action="store_true", help='print the ds_config with every "auto" filled in')
     verb.add_argument("--traceback", action="store_true", help="show where a library refused the run")
@@ -150,8 +149,7 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("--port", type=COUNT, default=29501, help="port of the first machine, open to the others")
     verb.add_argument("--seconds", type=AMOUNT, default=60.0, help="how long to wait")
 
-    verb = add(env.env, "print this machine's GPUs, driver, memory, disks and versions")
-    verb.add_argument("--json", action="store_true", help="print JSON alone")
+    add(env.env, "print this machine's GPUs, driver, memory, disks and versions")
 
     verb = of_recipe(verbs.sweep, "run and measure one strategy or value after another")
     _add_strategies(verb, ",".join(verbs.STAGES))

@@ -18,16 +18,13 @@ def check(arguments: argparse.Namespace) -> int:
         from zero_recipes.checks import predicted
         from zero_recipes.checks.preflight import preflight, resolved_ds_config
         from zero_recipes.config.accelerate import launched_as_named, launched_environment
-        from zero_recipes.config.strategy import INLINE_SOURCE
         from zero_recipes.libs.huggingface import launch_findings
 
     quieten()
     if arguments.upgrade:
         from zero_recipes.cli.upgrade import write_runnable_ds_config, write_upgraded
 
-        arguments.recipe = write_upgraded(arguments.recipe, arguments.for_trl)
-        if arguments.for_trl:
-            return 0
+        arguments.recipe = write_upgraded(arguments.recipe)
     mapping = recipes.read_recipe_file(arguments.recipe)
     overrides, trusts = list(arguments.overrides), "trust_remote_code"
     if arguments.upgrade:
@@ -60,8 +57,6 @@ def check(arguments: argparse.Namespace) -> int:
         print(shown(findings, arguments.traceback))
     if run is not None:
         print("\n".join(run.strategy.described(run.device, run.settings)))
-        if run.strategy.source == INLINE_SOURCE and not arguments.show:
-            print(f"ds_config     {json.dumps(run.strategy.ds_config.raw)}")
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
     if run is not None and not errors:

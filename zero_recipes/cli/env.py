@@ -1,7 +1,6 @@
 """`zero-recipes env`: the machine as a run finds it, on one page to look at and to paste into an issue."""
 
 import argparse
-import json
 import math
 import os
 import re
@@ -27,11 +26,7 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL", re.IGNORECASE)
 
 def env(arguments: argparse.Namespace) -> int:
     quieten()
-    found = machine(Host())
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-        return 0
-    print(yaml.safe_dump(_readable("", found), sort_keys=False, allow_unicode=True).rstrip())
+    print(yaml.safe_dump(_readable("", machine(Host())), sort_keys=False, allow_unicode=True).rstrip())
     return 0
 
 

@@ -1,7 +1,6 @@
 """`check --upgrade`: an old recipe in today's keys, by the tables of config/keys.yaml; a pasted ds_config that runs."""
 
 import copy
-import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -23,12 +22,12 @@ RECIPES_OWN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 DIGITS = re.compile(r"(:\s*)(\d[\d_]*\d)(?=\s*[,}\n#/])")  # 500_000_000, as Python writes it
 
 
-def write_upgraded(old: Path, for_trl: bool) -> Path:
+def write_upgraded(old: Path) -> Path:
     """The recipe beside the old one, with one line printed for each change; the old one where nothing changes."""
-    text, changes = upgrade(old, for_trl)
-    if not changes and not for_trl:
+    text, changes = upgrade(old)
+    if not changes:
         return old
-    new = old.with_suffix(".trl.yaml" if for_trl else ".upgraded.yaml")
+    new = old.with_suffix(".upgraded.yaml")
     _write(new, text)
     print(*changes, f"written: {new}", sep="\n")
     return new
@@ -94,17 +93,13 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") ->
             yield f"{place}{key}: {json.dumps(after)}" + (f", it was {json.dumps(before)}" if key in old else "")
 
 
-def upgrade(path: Path, for_trl: bool = False) -> tuple[str, list[str]]:
-    """(the new text, one line for each change). Keys that it cannot translate are left for `check` to name. `for_trl`:
-    only keys that TRL's own parser takes, so that `trl sft --config` reads the file."""
+def upgrade(path: Path) -> tuple[str, list[str]]:
+    """(the new text, one line for each change). Keys that it cannot translate are left for `check` to name."""
     recipe.read_recipe_file(path)  # refuses one that has a key twice
     old, new, changes = yaml.safe_load(path.read_text()), {}, []
-    taken = set(keys.key_types()) - {field.name for field in dataclasses.fields(keys.RecipeArguments)} | {"env"}
     for key, value in old.items():
         today = dict(_today(key, value))
         if key not in today and today.keys() & (old.keys() | new.keys()):
-            today = {}
-        if for_trl and not today.keys() <= taken:
             today = {}
         if today != {key: value}:
             changes.append(f"{key}: {f'now {json.dumps(today)[1:-1]}' if today else f'removed, it was {value!r}'}")

@@ -190,11 +190,6 @@ def explain(arguments: argparse.Namespace) -> int:
     row = described(code)
     print(f"{code} ({row['area']}, {row['level']}): {row['what']}")
     print(*(f"    {part}: {row[part]}" for part in ("why", "fix", "source") if part in row), sep="\n")
-    if code in ("ZR192", "ZR193"):
-        from zero_recipes.checks.rules import options
-
-        rules = options()["stops_late" if code == "ZR192" else "silent"].values()
-        print(*(f"    {rule['option']}: {rule.get('source', 'not in a library')}" for rule in rules), sep="\n")
     if "ignore" in row:
         print(f"    --ignore {code} makes it a warning: {row['ignore']}")
     elif row["level"] != "warning":
