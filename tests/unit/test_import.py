@@ -170,7 +170,7 @@ def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(tmp_path):
     draft = translated(tmp_path / "c.sh", tmp_path / "r.yaml")
     drafted = {key: value for key, (value, _) in draft.recipe.items()}
     assert not draft.changes and (drafted["num_processes"], drafted["gradient_accumulation_steps"]) == (4, 4)
-    assert drafted["lora_target_modules"] == [r".*\.q_proj"], "TRL would make a pattern of the whole name of it"
+    assert drafted["lora_target_modules"] == ["q_proj"]
     rows = {"path": "modelscope/self-cognition"}
     assert drafted["datasets"] == [rows, rows | {"split": "train[:5]"}], "there are 108: swift takes them again"
     text = Template(draft.files[tmp_path / "r.jinja"]).render(
@@ -201,6 +201,27 @@ def test_an_optimizer_of_llama_factory_has_its_arguments_and_a_tool_no_turn(tmp_
     recipe = draft.recipe
     assert recipe["optim"][0] == "galore_adamw" and recipe["optim_target_modules"][0] == ["attn", "mlp"]
     assert recipe["optim_args"][0] == "rank=4, update_proj_gap=200, scale=2.0, proj_type=std"
+
+
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        ("finetuning_type: oft\noft_block_size: 16\n", {"peft_type": "OFT", "oft_block_size": 16}),
+        ("pissa_init: true\n", {"init_lora_weights": "pissa_niter_16"}),
+        ("pissa_init: true\npissa_iter: -1\n", {"init_lora_weights": "pissa"}),
+        ("--init_weights olora", {"init_lora_weights": "olora"}),
+        ("--tuner_type bone --reft_rank 8", {"peft_type": "MISS", "r": 8}),
+        ("--tuner_type bone", {"peft_type": "MISS", "r": 4}),
+    ],
+)
+def test_adapters_become_a_configuration_of_peft(tmp_path, file, keys):
+    (tmp_path / "dataset_info.json").write_text('{"mine": {"hf_hub_url": "a/b"}}')
+    theirs = SWIFT[:-1] + f" {file}\n" if file.startswith("--") else FACTORY + "template: llama3\n" + file
+    (tmp_path / "theirs.txt").write_text(theirs)
+    draft = translated(tmp_path / "theirs.txt", tmp_path / "r.yaml")
+    assert not draft.changes and draft.recipe["peft_config"][0] == keys
+    assert draft.recipe["use_peft"][0] and draft.recipe["lora_target_modules"][0] == ["all-linear"]
+    assert ("lora_r" in draft.recipe) == ("peft_type" not in keys)
 
 
 def test_a_file_of_torchtune_names_its_model_in_a_comment(tmp_path):

@@ -87,22 +87,14 @@ def translated(path: Path, recipe: Path) -> Draft:
     for key in [*(key for key in rows if "*" not in key), *sorted(theirs.keys() - rows)]:
         row = rows.get(key) or next((rows[name] for name in rows if fnmatchcase(key, name)), None)
         _translate(draft, key, {"to": row} if isinstance(row, str) else row)
-    _lora_targets(draft)
+    names, why = draft.recipe.get("lora_target_modules", ([], ""))
+    if len(names) > 1 and "all-linear" in names:  # PEFT knows it alone, and TRL has no adapter on the LM head
+        draft.changes[why] = "LoRA on all linear layers and on others"
     if args := draft.recipe.get("optim_args", ({}, ""))[0]:
         draft.put("the optimizer's keys", optim_args=", ".join(f"{key}={value}" for key, value in args.items()))
     if not draft.recipe["datasets"][0] and not draft.changes:
         draft.changes["datasets"] = "there is none in the file"
     return draft
-
-
-def _lora_targets(draft: Draft) -> None:
-    """Names for PEFT. TRL 1.16 (trainer/model_config.py) hands one name on as text, which PEFT takes for a pattern that
-    the module's whole name fits; and PEFT knows all-linear only alone."""
-    names, why = draft.recipe.get("lora_target_modules", ([], ""))
-    if len(names) == 1 and names[0].isidentifier():
-        draft.put(why, lora_target_modules=[rf".*\.{names[0]}"])
-    elif len(names) > 1 and "all-linear" in names:
-        draft.changes[why] = "LoRA on all linear layers and on others"
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
@@ -268,9 +260,10 @@ def _axolotl(draft: Draft, theirs: Mapping[str, Any]) -> None:
 
 def _factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
     _template(draft, theirs.get("template"), "turn")
-    if theirs.get("finetuning_type", "lora") == "lora":
-        modules = theirs.get("lora_target", "all").replace("all", "all-linear").replace(" ", "").split(",")
-        draft.put("lora_target", lora_target_modules=modules)
+    if (kind := theirs.get("finetuning_type", "lora")) in ("lora", "oft"):
+        modules = theirs.get(f"{kind}_target", "all").replace("all", "all-linear").replace(" ", "").split(",")
+        draft.put(f"{kind}_target", lora_target_modules=modules)
+    if kind == "lora":
         draft.put("LLaMA-Factory's default, twice the rank", lora_alpha=2 * theirs.get("lora_rank", 8))
     info = _upwards(draft.path, f"{theirs.get('dataset_dir', 'data')}/dataset_info.json")
     known, entries = json.loads(info.read_text(encoding="utf-8")) if info else {}, []
@@ -292,6 +285,7 @@ def _factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
 
 def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     rows, model, entries = table("ms-swift"), str(theirs.get("model")), []
+    theirs["model"] = rows["names"].get(model, model)
     name = next((name for models, name in rows["models"].items() if fnmatchcase(model, models)), "of this model")
     content, replaced, sets = "m['content']", {}, theirs.get("dataset") or []
     sets = [sets] if isinstance(sets, str) else sets
