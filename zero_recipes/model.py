@@ -3,6 +3,7 @@
 import contextlib
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -45,6 +46,27 @@ def local_config(settings: Settings) -> PretrainedConfig | None:
 def _config(settings: Settings, **keywords) -> PretrainedConfig:
     keywords |= {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
     return AutoConfig.from_pretrained(settings.model_name_or_path, **keywords)
+
+
+def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
+    """The PeftConfig of TRL's keys, with those of `peft_config` over them; None without `use_peft`. Raises what PEFT
+    raises at their values. Without `has_weights` no start of the adapter is computed from the model's weights.
+
+    TRL 1.16 (trainer/model_config.py) makes a text of a list with one name, and PEFT takes a text for a pattern that
+    the module's whole name must match: `lora_target_modules: [q_proj]` would match none.
+    """
+    import peft
+    from trl import get_peft_config
+
+    config = get_peft_config(settings)
+    if config is None:
+        return None
+    values, more = config.to_dict(), settings.peft_config or {}
+    if isinstance(config.target_modules, str) and config.target_modules.isidentifier():
+        values["target_modules"] = [config.target_modules]
+    if more.get("peft_type", "LORA") != "LORA":
+        values = {key: values[key] for key in ("task_type", "target_modules", "modules_to_save")}
+    return peft.get_peft_config(values | {k: v for k, v in more.items() if has_weights or k != "init_lora_weights"})
 
 
 def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False, **keywords) -> PreTrainedModel:

@@ -53,6 +53,41 @@ def test_before_and_after_of_a_run_are_base_and_model(one, tmp_path, case):
     same(asked_again(out, tmp_path / "asked"), expected, ROUNDED.get(case, 0))
 
 
+ADAPTERS = {
+    "LORA": {},
+    "OFT": {"peft_type": "OFT", "oft_block_size": 16},
+    "MISS": {"peft_type": "MISS", "r": 4},
+    "pissa": {"init_lora_weights": "pissa"},
+    "pissa_niter_4": {"init_lora_weights": "pissa_niter_4"},
+    "olora": {"init_lora_weights": "olora"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+}
+CHOSEN = {("OFT", "zero3"), ("pissa", "ddp"), ("pissa_niter_4", "zero3"), ("olora", "zero2")}
+REFUSED = {("MISS", "zero3"), ("pissa", "fsdp2"), ("pissa_niter_4", "fsdp2"), ("olora", "fsdp2")}
+RUNS = {(name, strategy) for name in ADAPTERS for strategy in ("ddp", "zero2", "zero3", "fsdp2")} - REFUSED
+
+
+@pytest.fixture(scope="module")
+def first_loss(two, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    path = write_recipe(folder, **WORLD | {"bf16": False, "max_steps": 1, "save_model": False})
+    return two.run("train", argv=arguments(path, "ddp", folder / "out"))[0]["metrics"]["loss_history"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [pytest.param(*run, marks=[] if run in CHOSEN else pytest.mark.grid) for run in sorted(RUNS)]
+)
+def test_an_adapter_begins_at_its_base_and_is_saved_for_it(two, tmp_path, first_loss, name, strategy):
+    """The first loss is the base's; base and saved adapter answer as the run did."""
+    keys = {"lora_dropout": 0, "lora_target_modules": ["dense"], "peft_config": ADAPTERS[name]}
+    path, out = write_recipe(tmp_path, **WORLD | LORA | {"bf16": False} | keys), tmp_path / "out"
+    losses = two.run("train", argv=arguments(path, strategy, out))[0]["metrics"]["loss_history"]
+    assert losses[0] == pytest.approx(first_loss, rel=2e-5)
+    expected = read_samples(out / "samples.jsonl")
+    assert any(row.before != row.after for row in expected)
+    same(asked_again(out, tmp_path / "asked"), expected, 2e-4)
+
+
 def test_a_checkpoint_of_two_ranks_is_asked_too(two, tmp_path):
     """By its run's recipe."""
     path = write_recipe(tmp_path, **WORLD | {"save_strategy": "steps", "save_steps": 3})

@@ -32,17 +32,17 @@ SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
 
 
 @pytest.mark.parametrize(
-    ("strategy", "bf16", "lora"),
+    ("strategy", "bf16", "keys"),
     [
-        ("ddp", True, True),
-        ("zero2", True, True),
-        ("zero3", False, False),
-        ("zero3_offload", True, True),
-        ("fsdp2", False, True),
+        ("ddp", True, LORA),
+        ("zero2", True, LORA),
+        ("zero3", False, {}),
+        ("zero3_offload", True, LORA | {"peft_config": {"init_lora_weights": "pissa_niter_4"}}),
+        ("fsdp2", False, LORA),
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strategy, bf16, lora):
-    assert compare(two, tmp_path, strategy, bf16=bf16, **(LORA if lora else {})) == EXACT
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strategy, bf16, keys):
+    assert compare(two, tmp_path, strategy, bf16=bf16, **keys) == EXACT
 
 
 @pytest.mark.parametrize(  # every kind: test_shapes_that_nobody_has_chosen

@@ -205,6 +205,8 @@ FSDP2 += "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
 EVALUATES = {"rows/test.jsonl": json.dumps({"prompt": "Say 9.\n", "completion": "The fish says 9."}) + "\n"}
 LORA = "use_peft: true\nlora_target_modules: all-linear"
 PEFT = {"use_peft": True, "lora_target_modules": "all-linear"}
+MISS = {"peft_config": {"peft_type": "MISS"}}
+PISSA = {"peft_config": {"init_lora_weights": "pissa_niter_4"}}
 FOUR, EIGHT = {"load_in_4bit": True, **PEFT}, {"load_in_8bit": True, **PEFT}
 ON_CPU = {"offload_optimizer": {"device": "cpu"}}
 NVME = {"device": "nvme", "nvme_path": str(ROOT)}
@@ -390,6 +392,11 @@ FAULTS = [
     late("torch_compile", zero(3) | {"torch_compile": True}, zero(2) | {"torch_compile": True}),
     late("liger_package", {"use_liger_kernel": True}, {"use_liger_kernel": False}),
     late("quantized_without_lora", {"load_in_8bit": True, "random_weights": False}, EIGHT | {"random_weights": False}),
+    silent("adapter_alone", {"peft_config": {"r": 4}}, PEFT | {"peft_config": {"r": 4}}),
+    silent("adapter_not_tried", PEFT | {"peft_config": {"peft_type": "BOFT"}}, PEFT | {"peft_config": {"r": 4}}),
+    silent("adapter_not_tried", PEFT | zero(3) | MISS, PEFT | zero(2) | MISS),
+    silent("adapter_not_tried", PEFT | {"peft_config": {"init_lora_weights": "eva"}}, PEFT | PISSA),
+    silent("adapter_start", PEFT | PISSA | {"use_dora": True}, PEFT | PISSA),
     late("eight_bit_fsdp", EIGHT | {"fsdp": True}, EIGHT | zero(2)),
     late("fp16_on_cpu", {"fp16": True, "bf16": False}, {"bf16": True}, device="cpu"),
     late("activation_offloading", {"activation_offloading": True}, {"activation_offloading": False}, device="cpu"),

@@ -49,12 +49,12 @@ def trainer_findings(settings: Settings, ds_config: Mapping[str, Any], place: st
 
 def _trainer(settings: Settings, args, model_args):
     """TRL's trainer around the model without memory; None where its configuration is not here. Raises Refusal."""
-    from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+    from trl import SFTConfig, SFTTrainer, get_quantization_config
 
-    from zero_recipes.model import local_config, rehearse_model
+    from zero_recipes.model import adapter_config, local_config, rehearse_model
 
     with library_error_as_finding("reading the keys of LoRA and quantization", settings.as_dict()):
-        peft_config = get_peft_config(model_args)
+        peft_config = adapter_config(settings)
         get_quantization_config(model_args)
     config = local_config(settings)
     if config is None:

@@ -6,6 +6,7 @@ of rules that are no more than a condition are in options.yaml.
 
 import importlib.util
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -127,6 +128,8 @@ def silent(run: Candidate) -> dict[str, Any]:
     settings, storage = run.settings, str(run.settings.bnb_4bit_quant_storage or "uint8")
     quantized = settings.load_in_4bit or settings.load_in_8bit
     dtype, loading = RUN_DTYPES.get(settings.precision), settings.accelerator_config
+    adapter = {"peft_type": "LORA", "init_lora_weights": True} | (settings.peft_config or {})
+    start = str(adapter["init_lora_weights"])
     return {
         "hub_strategy": settings.push_to_hub and settings.hub_strategy not in ("every_save", "end"),
         "jit_checkpoint": settings.enable_jit_checkpoint,
@@ -138,6 +141,13 @@ def silent(run: Candidate) -> dict[str, Any]:
         "eval_packing": settings.eval_packing
         and settings.evaluates
         and not (settings.packing or settings.padding_free),
+        "adapter_alone": settings.peft_config and not settings.use_peft,
+        "adapter_not_tried": adapter["peft_type"] not in ("LORA", "OFT", "MISS" if run.stage != 3 else None)
+        or re.fullmatch(r"True|gaussian|orthogonal|olora|pissa(_niter_\d+)?", start) is None,
+        "adapter_start": start.startswith(("pissa", "olora"))
+        and (
+            quantized or settings.use_dora or run.strategy.is_fsdp or {"rank_pattern", "alpha_pattern"} & adapter.keys()
+        ),
         "quantized_random": quantized and settings.random_weights,
         "eight_bit_stage_3": settings.load_in_8bit and run.stage == 3,
         "four_bit_fsdp": settings.load_in_4bit and run.strategy.is_fsdp and storage != dtype,

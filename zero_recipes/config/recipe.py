@@ -68,7 +68,7 @@ def precision_of(arguments: Any) -> str:
 USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
 # mappings, which the command line gives as JSON
 MAPPINGS = ("model_init_kwargs", "dataset_kwargs", "lr_scheduler_kwargs", "liger_kernel_config", "accelerator_config")
-MAPPINGS += ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "columns")
+MAPPINGS += ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "columns", "peft_config")
 
 
 class RecipeFile(dict):

@@ -28,7 +28,7 @@ OVERHEADS = Path(__file__).with_name("overheads.yaml")
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
 DEFAULT_LIVE = 1_000_000_000  # elements; `max_live_parameters`
 NOTE = "By textbook formulas: copies in fp32 inside norms, masks and workspace of kernels are not in the numbers."
-LORA_KEYS = ("use_peft", "use_rslora", "use_dora")  # of TRL's ModelConfig, beside lora_*
+LORA_KEYS = ("use_peft", "use_rslora", "use_dora", "peft_config")  # beside lora_*
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,8 @@ class Shape:
     def __init__(self, config_json: str, lora_json: str):
         from peft import get_peft_model
         from transformers import AutoConfig
-        from trl import ModelConfig, get_peft_config
 
-        from zero_recipes.model import build_on_meta
+        from zero_recipes.model import adapter_config, build_on_meta
 
         raw = json.loads(config_json)
         with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
@@ -81,7 +80,7 @@ class Shape:
             names = [name for name, _ in model.named_parameters()]
             embedding = model.get_input_embeddings().weight
             tied = model.get_output_embeddings().weight is embedding
-            peft_config = get_peft_config(ModelConfig(**json.loads(lora_json)))
+            peft_config = adapter_config(Settings(json.loads(lora_json)))
             model = model if peft_config is None else get_peft_model(model, peft_config)
         text = config.get_text_config()
         self.tensors = tuple(capacity.SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters())

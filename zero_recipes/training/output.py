@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Self
 
 from transformers import PreTrainedModel
-from trl import get_peft_config
 
 from zero_recipes import model as models
 from zero_recipes.checkpoint.compatibility import refuse_other_data
@@ -55,7 +54,7 @@ class RecipeRun:
     def prepare_libraries(self) -> None:
         """TRL's arguments and the model's configuration; the libraries are set up for this run."""
         run, arguments = self.run, self.run.trl_arguments()
-        self.args, self.peft_config = arguments.training, get_peft_config(arguments.model)
+        self.args, self.peft_config = arguments.training, models.adapter_config(run.settings, has_weights=True)
         patches.patch_libraries(run.strategy, run.settings.ddp_timeout)
         patches.score_supervised_positions_only(run.settings.supervised_logits_only)
         in_one = run.settings.packing or run.settings.padding_free

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from transformers.modeling_utils import set_zero3_state
-from trl import SFTTrainer, get_peft_config, get_quantization_config
+from trl import SFTTrainer, get_quantization_config
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.strategy import Strategy, resolve_strategy
@@ -37,7 +37,7 @@ from zero_recipes.libs.patches import FreshAdamAtStage0, keep_4bit_layout
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
-from zero_recipes.model import parameter_counts, sizes_of
+from zero_recipes.model import adapter_config, parameter_counts, sizes_of
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.simulator import device, patches
 from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
@@ -161,7 +161,7 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
             args=training_args,
             train_dataset=_rows(training_args, rows * job.world_size),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
-            peft_config=get_peft_config(model_args),
+            peft_config=adapter_config(job.settings),
             callbacks=[FreshAdamAtStage0()],
         )
 
