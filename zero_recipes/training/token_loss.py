@@ -101,7 +101,8 @@ class TokenWeights:
         result = predict(model, inputs, *arguments, **keywords)
         if "labels" in inputs and result[0] is not None:
             tokens = (inputs["labels"][..., 1:] != -100).sum().to(self._evaluated)
-            self._evaluated += torch.stack([result[0].to(self._evaluated) * tokens, tokens])
+            loss = result[0].to(self._evaluated) * tokens  # NaN where label smoothing divides by no tokens
+            self._evaluated += torch.stack([loss.masked_fill(tokens == 0, 0.0), tokens])
         return result
 
     def evaluated_loss(self) -> float | None:
