@@ -82,7 +82,5 @@ ulimit -l unlimited 2>/dev/null # ZeRO-Infinity locks its buffers
 # the machine has no hub to ask, and nobody to report to
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 export MAX_JOBS=${MAX_JOBS:-$(nproc)}
-parts=$(for each in "$@"; do case $each in [1-6]) echo "$each" ;; esac; done)
-options=$(for each in "$@"; do case $each in [1-6]) ;; *) echo "$each" ;; esac; done)
 minutes=$(awk -v start="$START" -v now="$(date +%s)" -v all="${MINUTES:-9.5}" 'BEGIN { print all - (now - start) / 60 }')
-$PYTHON benchmarks/gpu_session.py --part $parts --out "${OUT:-output/gpu_session}" --minutes "$minutes" $options
+$PYTHON benchmarks/gpu_session.py --out "${OUT:-output/gpu_session}" --minutes "$minutes" --part "$@"

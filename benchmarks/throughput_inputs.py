@@ -46,13 +46,6 @@ class Workload:
         return self.packs // self.at_once
 
 
-def missing(workload: Workload) -> str | None:
-    """Why a workload cannot be measured here; None where it can."""
-    if workload.rows == "alpaca" and not ALPACA.is_file():
-        return f"{ALPACA.name} (2,000 rows of Alpaca, CC BY-NC 4.0) is not part of this repository"
-    return None
-
-
 def job_of(workload: Workload, folder: Path) -> dict[str, Any]:
     """What benchmarks/throughput_programs.py takes, but for the strategy; writes model, rows and recipe to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,22 +62,20 @@ def job_of(workload: Workload, folder: Path) -> dict[str, Any]:
     same = {"model_name_or_path": str(model), "dataset_name": str(folder / "rows"), "num_train_epochs": 1}
     same |= {"learning_rate": workload.learning_rate, "report_to": "none", "save_strategy": "no"}
     same |= {"use_cpu": True} if workload.device == "cpu" else {}
-    fast = {"bf16": True, "packing": True, "max_length": pack, "per_device_train_batch_size": workload.at_once}
-    fast |= {"gradient_accumulation_steps": workload.accumulation, "activation_checkpointing": False}
-    fast |= {"ddp_find_unused_parameters": False}  # the Trainer would look for some after each backward pass
-    fast |= {"supervised_logits_only": True, "save_model": False, "overwrite": True, "skip_plan": True}
-    fast |= {"logging_steps": 10} | workload.recipe
-    (folder / "recipe.yaml").write_text(json.dumps(same | fast, indent=2))  # JSON is YAML
-    packed = ("packing", "max_length", "per_device_train_batch_size", "gradient_accumulation_steps")
-    tuned = {key: fast[key] for key in (*packed, "activation_checkpointing")}
+    tuned = {"packing": True, "max_length": pack, "per_device_train_batch_size": workload.at_once}
+    tuned |= {"gradient_accumulation_steps": workload.accumulation, "activation_checkpointing": False}
+    # without ddp_find_unused_parameters: the Trainer would look for some after each backward pass
+    fast = {"bf16": True, "ddp_find_unused_parameters": False, "supervised_logits_only": True, "save_model": False}
+    fast |= {"overwrite": True, "skip_plan": True, "logging_steps": 10}
+    recipe = same | tuned | fast | workload.recipe
+    (folder / "recipe.yaml").write_text(json.dumps(recipe, indent=2))  # JSON is YAML
+    tuned = {key: recipe[key] for key in tuned}
     return {
         "folder": str(folder),
         "model": str(model),
         "held_out": str(folder / "held_out.json"),
-        "device": workload.device,
         "attention": workload.recipe.get("attn_implementation", "sdpa"),
-        "learning_rate": workload.learning_rate,
-        "accumulation": workload.accumulation,
+        **{key: getattr(workload, key) for key in ("device", "learning_rate", "accumulation")},
         "trl": same,
         "trl_tuned": same | tuned,
         "recipe": {},

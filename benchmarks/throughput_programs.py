@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,22 +50,13 @@ class Seen:
             torch.cuda.synchronize()
         self.marks.append(time.perf_counter())
 
-    def step_seconds(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.marks, self.marks[1:], strict=False)]
-
-    def add(self, batch: Batch, lengths: list[int]) -> None:
-        self.lengths.append(lengths)
-        self.elements.append(batch["input_ids"].numel())
-        self.supervised.append(int((batch["labels"][:, 1:] != -100).sum()))
-
 
 class Clock(TrainerCallback):
     def __init__(self, seen: Seen):
         self.seen = seen
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if not self.seen.marks:
-            self.seen.mark()
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.seen.mark()
 
     def on_step_end(self, args, state, control, **kwargs):
         self.seen.mark()
@@ -96,7 +88,9 @@ def watched(seen: Seen, *callbacks: TrainerCallback, keep_batches: bool = False)
 def counting(collate: Callable[[list[dict]], Batch], seen: Seen, keep_batches: bool) -> Callable:
     def counted(rows: list[dict]) -> Batch:
         batch = collate(rows)
-        seen.add(batch, [length for row in rows for length in row.get("seq_lengths") or [len(row["input_ids"])]])
+        seen.lengths.append([n for row in rows for n in row.get("seq_lengths") or [len(row["input_ids"])]])
+        seen.elements.append(batch["input_ids"].numel())
+        seen.supervised.append(int((batch["labels"][:, 1:] != -100).sum()))
         if keep_batches:
             seen.batches.append({k: v.clone() for k, v in batch.items() if k in (*READ_BY_A_MODEL, "labels")})
         return batch
@@ -104,28 +98,23 @@ def counting(collate: Callable[[list[dict]], Batch], seen: Seen, keep_batches: b
     return counted
 
 
-def trl(job: dict, seen: Seen, program: str) -> None:
-    """`trl sft`: `job["trl"]` names the task (model, rows, learning rate), `job["trl_tuned"]` the fast settings too."""
+def of_trainer(job: dict, seen: Seen, program: str) -> None:
+    """run_sft.py with the recipe, whose batches are kept, or `trl sft`: `job["trl"]` names the task (model, rows,
+    learning rate), `job["trl_tuned"]` the fast settings too."""
     from trl.scripts import sft
 
-    # DeepSpeed's stage 0 counts a step too many (libs/patches.py); left in, the loss would be another
-    with watched(seen, patches.FreshAdamAtStage0()):
-        sft.main(*sft.make_parser().parse_args_and_config(arguments_of(job, program), fail_with_unknown_args=False))
-
-
-def recipe(job: dict, seen: Seen) -> None:
-    """run_sft.py with the recipe; keeps its batches."""
     from tests.helpers import cases
 
-    with watched(seen, keep_batches=True):
-        cases.train([str(Path(job["folder"]) / "recipe.yaml"), *arguments_of(job, "recipe")])
-
-
-def arguments_of(job: dict, program: str) -> list[str]:
-    """The command line after the script's name."""
-    ds_config = [] if job["strategy"] in ("ddp", "single") else ["--deepspeed", f"ds_configs/{job['strategy']}.json"]
+    argv = [] if job["strategy"] in ("ddp", "single") else ["--deepspeed", f"ds_configs/{job['strategy']}.json"]
     keys = job[program] | {"output_dir": f"{job['folder']}/{program}"}
-    return [*ds_config, *(word for key, value in keys.items() for word in (f"--{key}", str(value)))]
+    argv += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    if program == "recipe":
+        with watched(seen, keep_batches=True):
+            cases.train([str(Path(job["folder"]) / "recipe.yaml"), *argv])
+        return
+    # DeepSpeed's stage 0 counts a step too many (libs/patches.py); left in, the loss would be another
+    with watched(seen, patches.FreshAdamAtStage0()):
+        sft.main(*sft.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False))
 
 
 def engine(job: dict, seen: Seen, batches: list[Batch], config: dict, by_default: bool) -> None:
@@ -232,23 +221,23 @@ LAST_RECIPE: list[Seen] = []  # what the recipe left for the programs after it
 
 
 def run(program: str, job: dict) -> dict:
-    """Train once; what was seen of it on this rank. `job`: benchmarks/throughput.py, job_of."""
+    """Train once; what was seen of it on this rank. `job`: benchmarks/throughput_inputs.py, job_of."""
     torch.manual_seed(0)
     seen = Seen(job["device"])
     patches.score_supervised_positions_only(False)  # what the recipe had of them before is no other program's
     patches.attend_by_row(False)
-    if program.startswith("trl"):
-        trl(job, seen, program)
-    elif program == "recipe":
-        recipe(job, seen)
+    if program in job:
+        of_trainer(job, seen, program)
+    if program == "recipe":
         LAST_RECIPE[:] = [seen]
-    elif program.startswith("engine") and LAST_RECIPE[0].config is not None:
-        engine(job, seen, LAST_RECIPE[0].batches, LAST_RECIPE[0].config, program == "engine")
-    else:
-        plain(job, seen, LAST_RECIPE[0].batches)
-    fed = seen if seen.lengths else LAST_RECIPE[0]
+    (fed,) = LAST_RECIPE or [seen]
+    if program.startswith("engine") and fed.config is not None:
+        engine(job, seen, fed.batches, fed.config, program == "engine")
+    elif program not in job:
+        plain(job, seen, fed.batches)
+    fed = seen if seen.lengths else fed
     found = {
-        "step_seconds": seen.step_seconds(),
+        "step_seconds": [later - earlier for earlier, later in pairwise(seen.marks)],
         "tokens": [sum(lengths) for lengths in fed.lengths],
         "elements": fed.elements,
         "supervised": fed.supervised,

@@ -18,10 +18,7 @@ RESULT = ROOT / "benchmarks" / "results" / "equivalence.json"
 NAMES = {1: "one", 2: "two", 4: "four"}
 # (strategy, world size, accumulation): each strategy but one and each accumulation in every run, four processes in the
 # grid; tests/engine/test_reshard.py and test_ulysses.py compare losses on four in every run
-PART = [
-    *((strategy, 2, 2) for strategy in STRATEGIES if strategy != "zero3_offload"),
-    ("zero2", 1, 4),
-]
+PART = [*((strategy, 2, 2) for strategy in STRATEGIES if strategy != "zero3_offload"), ("zero2", 1, 4)]
 # Keys' biases have no gradient where no rotary embedding turns the keys: they add the same to a query's score of every
 # key, and softmax does not see it. What is left is rounding, which Adam scales up to a step.
 WITHOUT_GRADIENT = {f"gpt_neox.layers.{layer}.attention.query_key_value.bias" for layer in range(2)}

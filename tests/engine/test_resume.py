@@ -8,18 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.damage import flip
-from tests.helpers.resuming import (
-    EXACT,
-    KINDS,
-    LORA,
-    SAVED_AT,
-    STEPS,
-    Shape,
-    compare,
-    drawn,
-    gaps_of,
-    resume_recipe,
-)
+from tests.helpers.resuming import EXACT, KINDS, LORA, SAVED_AT, STEPS, Shape, compare, drawn, gaps_of, resume_recipe
 from tests.helpers.seeded import count
 from tests.helpers.tiny import ROOT, arguments, write_rows
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault

@@ -7,14 +7,7 @@ from hypothesis import strategies as draw
 from tests.helpers.plan_jobs import GB, H100, every_strategy, job, made_up, recipe, rows_of, strategies
 from zero_recipes.metrics.schema import HostBytes
 from zero_recipes.plan import choose
-from zero_recipes.plan.choose import (
-    COST_ORDER,
-    ORDER,
-    largest,
-    limits_of,
-    recommend,
-    smallest_change,
-)
+from zero_recipes.plan.choose import COST_ORDER, ORDER, largest, limits_of, recommend, smallest_change
 from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import EVERY, Job, PlanRequest
 from zero_recipes.plan.output import change_in_words

@@ -22,11 +22,7 @@ SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden
 # (file, a line of the fault, what may go): what needs several processes to be seen
 CITED = [
     ("transformers/trainer.py", "                use_mtime=True,\n", "training/trainer.py rotate"),
-    (
-        "transformers/modeling_utils.py",
-        "                unexpected_keys=set(),\n",
-        "model.py refuse_other_keys",
-    ),
+    ("transformers/modeling_utils.py", "                unexpected_keys=set(),\n", "model.py refuse_other_keys"),
     ("deepspeed/runtime/zero/stage3.py", "fp32_opt_state_partition.numel() * my_rank,", "checkpoint/resume.py _set"),
 ]
 
