@@ -22,9 +22,7 @@ CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows made by tests ar
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_MODULES_CACHE"] = f"{CACHE.name}/modules"  # transformers copies a model's code there, not atomically
 # the same cases in every run, however busy the machine is
-settings.register_profile(
-    "tests", deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+settings.register_profile("tests", deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 settings.load_profile("tests")
 
 

@@ -37,12 +37,11 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
         steps = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
         config["scheduler"] = {"type": "WarmupDecayLR", "params": rates | steps | {"warmup_type": "linear"}}
     path = write_recipe(tmp_path, deepspeed=config, **keys)
-    run, findings = preflight(
-        path, recipes.read_recipe_file(path), ["--output_dir", str(tmp_path / "o")], {"WORLD_SIZE": "2"}
-    )
+    out = ["--output_dir", str(tmp_path / "o")]
+    run, findings = preflight(path, recipes.read_recipe_file(path), out, {"WORLD_SIZE": "2"})
     assert findings == []
     shown = resolved_ds_config(run, 240)
-    real = two.run("engine_config", argv=[str(path), "--output_dir", str(tmp_path / "o")])[0]
+    real = two.run("engine_config", argv=[str(path), *out])[0]
     assert '"auto"' not in json.dumps(shown)
     for key, value in shown.items():
         assert real[key] == value, key

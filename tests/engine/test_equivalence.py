@@ -74,12 +74,5 @@ def test_the_whole_grid(request, one, tmp_path):
     assert len(runs) == len(PLACES)
     for found in runs:
         assert_equal(found)
-    count(
-        "loss equality", "every strategy", number=len(runs), **{name: max(of.values()) for name, of in deltas.items()}
-    )
-
-
-def test_repeated_rows_are_noticed(two, subject, tmp_path):
-    """Fails when accelerate repeats no rows at an epoch's end: then token_loss.without_loss may go."""
-    found = run(two, subject, tmp_path / "out", "ddp", 1, case="equivalence_cases.train_with_repeated_rows")
-    assert found["loss_delta"] > 100 * TOLERANCE, found
+    largest = {column: max(by_strategy.values()) for column, by_strategy in deltas.items()}
+    count("loss equality", "every strategy", number=len(runs), **largest)

@@ -5,6 +5,31 @@ import pytest
 from tests.helpers.grid import grid
 from tests.helpers.tiny import arguments, named, write_recipe
 
+# DeepSpeed 0.19.8, engine.py: at stage 0 in bf16 it takes an Adam step with zero gradients before training
+
+
+def test_stage_0_begins_with_a_fresh_adam_and_a_resumed_run_keeps_its_own(two):
+    left = two.run("fresh_adam_on_resume")[0]
+    assert left["fresh"] == {"steps": 0.0, "masters_are_the_weights": True}
+    assert left["resumed"] == {"steps": 7.0, "masters_are_the_weights": False}
+
+
+@pytest.mark.private
+def test_the_patch_of_stage_0_is_still_needed(two):
+    """Fails when DeepSpeed no longer steps before training: then remove FreshAdamAtStage0."""
+    left = two.run("fresh_adam_on_resume")[0]
+    assert left["unpatched"] == {"steps": 1.0, "masters_are_the_weights": False}
+
+
+@pytest.mark.private
+def test_generation_at_stage_3_needs_its_trace_forgotten(two, tmp_path):
+    """Fails when DeepSpeed and TRL's fused LM head no longer collide: then remove forget_trace_of_generation."""
+    recipe = write_recipe(tmp_path, eval_strategy="steps", eval_steps=100, sample_prompts=4, sample_max_new_tokens=4)
+    argv = arguments(recipe, "zero3", tmp_path / "out")
+    for message in two.run("train_without_forgetting", argv=argv):
+        assert "in flight" in message or "size of tensor a (0)" in message  # by what is prefetched when
+
+
 # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: releases of the trace of generation
 
 

@@ -33,9 +33,7 @@ def with_tensors(recipe: Path, folder: Path, strategy: str, **tensors: torch.Ten
 
 
 @STRATEGIES
-def test_other_tensors_than_the_models_are_refused_by_name_unless_the_recipe_allows_them(
-    two, recipe, tmp_path, strategy
-):
+def test_other_tensors_are_refused_by_name_unless_the_recipe_allows_them(two, recipe, tmp_path, strategy):
     query = load_file(recipe.parent / "model" / NAME)[QUERY]
     for said in two.run("refusal_of", argv=with_tensors(recipe, tmp_path, strategy, **{QUERY: query[:-3].clone()})):
         assert said.endswith(f"mismatched keys {QUERY} [ZR408]")

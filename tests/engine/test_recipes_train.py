@@ -51,6 +51,5 @@ def test_a_recipe_trains_a_small_model_of_its_class(one, two, rows, tmp_path, na
     assert 0 < metrics["tokens"]["supervised"] < metrics["tokens"]["non_padding"]
     assert (metrics["trainable_parameters"] == metrics["parameters"]) == is_full
     saved = "model.safetensors" if is_full else "adapter_model.safetensors"
-    assert (tmp_path / "out" / saved).is_file() and len(
-        (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
-    ) == 2
+    assert (tmp_path / "out" / saved).is_file()
+    assert (tmp_path / "out" / "samples.jsonl").read_text().count("\n") == 2

@@ -1,11 +1,11 @@
 """A run that is refused leaves its output folder as it was, whatever refuses it and however late."""
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.damage import contents
 from tests.helpers.tiny import write_recipe
 
 
@@ -19,43 +19,11 @@ def earlier(one, tmp_path_factory) -> Path:
     return path
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
-
-
-WITHOUT_WEIGHTS = ["--random_weights", "false"]
-REFUSED = {
-    "the recipe": ["--lerning_rate", "1e-4"],
-    "the strategy": ["--deepspeed", "ds_configs/zero9.json"],
-    "the data": ["--dataset_name", "./no/rows"],
-    "the rows": ["--max_length", "2"],
-    "the weights": WITHOUT_WEIGHTS,
-    "the model that would be deleted": ["--model_name_or_path", "OUT", *WITHOUT_WEIGHTS],
-    "the prompts that would be deleted": ["--sample_prompts", "OUT/samples.jsonl"],
-    "the model that would be mixed with another": ["--overwrite", "false", "--model_name_or_path", "OUT"],
-    "another checkpoint": ["--overwrite", "false", "--resume_from_checkpoint", "./no/checkpoint-1"],
-}
-
-
-@pytest.mark.parametrize("argv", REFUSED.values(), ids=REFUSED)
-def test_a_refused_run_leaves_the_folder_as_it_was(one, earlier, argv):
-    out = earlier.parent / "out"
-    before = contents(out)
-    assert {"metrics.json", "model.safetensors"} <= set(before) and any("checkpoint-2/" in name for name in before)
-    argv = [word.replace("OUT", str(out)) for word in argv]
-    given = [str(earlier), "--output_dir", str(out), "--overwrite", "true", *argv]
-    assert one.run("refusal_of", argv=given)[0] != "not refused"
-    assert contents(out) == before
-
-
 def test_the_last_refusal_is_that_of_the_loaded_model(one, two, earlier):
     """Attention that the architecture does not have shows once the model is built; nothing is lost on either rank."""
     out = earlier.parent / "out"
     before = contents(out)
+    assert {"metrics.json", "model.safetensors"} <= set(before) and any("checkpoint-2/" in name for name in before)
     given = [str(earlier), "--output_dir", str(out), "--overwrite", "true", "--attn_implementation", "eager"]
     for group in (one, two):
         said = group.run("refusal_of_a_built_model", argv=given)

@@ -62,9 +62,8 @@ def test_a_finished_run_trains_nothing_and_keeps_its_figures(two, zero0, tmp_pat
     """A pod that restarts after the end. `before` stays what the untrained model said."""
     recipe, whole, losses = zero0
     folder = Path(shutil.copytree(whole, tmp_path / "copy"))
-    again = two.run(
-        "train_counted", argv=arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true", *SAMPLES)
-    )
+    argv = arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true", *SAMPLES)
+    again = two.run("train_counted", argv=argv)
     metrics = again[0]["metrics"]
     assert again[0]["calls"] == again[1]["calls"] == [] and metrics["loss_history"] == losses
     assert metrics["status"] == "ok" and metrics["step_seconds"]["median"] > 0 and metrics["resumed_at"] == [STEPS]

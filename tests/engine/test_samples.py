@@ -27,37 +27,29 @@ def one_row(folder, row):
 FP32 = {"bf16": False, "random_weights": False, "dataset_format": None, "max_steps": 2, "eval_strategy": "steps"}
 FP32 |= {"eval_steps": 2, "eval_on_start": True, "sample_prompts": 1, "sample_max_new_tokens": 1}
 STORY = {"prompt": "Once upon a time there was a fox.", "completion": "She had a red hat and a big dog."}
-CHAT = {
-    "messages": [
-        {"role": "user", "content": "Tell me about the fox."},
-        {"role": "assistant", "content": "It has a red hat."},
-    ]
-}
+CHAT = {"messages": [{"role": "user", "content": "The fox?"}, {"role": "assistant", "content": "It has a red hat."}]}
 
 
-def equal_losses(group, tmp_path, row, **keys):
-    """The row's reference losses before and after training are the trainer's own evaluation losses of it."""
-    path = write_recipe(tmp_path, **FP32 | {"dataset_name": str(one_row(tmp_path / "one", row))} | keys)
-    metrics = group.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]["metrics"]
+CHATML = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("row, keys", [(STORY, {"max_length": 27}), (CHAT, {"assistant_only_loss": True})])
+def test_the_reference_loss_of_a_row_is_its_evaluation_loss_before_and_after_training(one, tmp_path, row, keys):
+    """Of a row that is cut, and of a chat."""
+    if row is CHAT:
+        (tmp_path / "chat.jinja").write_text(CHATML)
+        keys = keys | {"chat_template_path": str(tmp_path / "chat.jinja")}
+    keys = FP32 | {"dataset_name": str(one_row(tmp_path / "one", row))} | keys
+    path = write_recipe(tmp_path, **keys, model_name_or_path=str(ROOT / "tiny_world" / "base"))
+    metrics = one.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]["metrics"]
     (sample,) = rows_of(tmp_path / "out")
     evaluated = [evaluation["loss"] for evaluation in metrics["eval_history"]]
     scored = [sample[key]["reference_loss"] for key in ("scores_before", "scores_after")]
     assert scored == pytest.approx(evaluated, rel=1e-6) and scored[1] < scored[0]
-
-
-def test_the_reference_loss_is_the_evaluation_loss_of_a_row_that_is_cut(one, tmp_path):
-    equal_losses(one, tmp_path, STORY, model_name_or_path=str(ROOT / "tiny_world" / "base"), max_length=27)
-
-
-def test_the_reference_loss_is_the_evaluation_loss_of_a_chat(one, tmp_path):
-    template = tmp_path / "chat.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
-        "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    keys = {"model_name_or_path": str(ROOT / "tiny_world" / "base"), "chat_template_path": str(template)}
-    equal_losses(one, tmp_path, CHAT, assistant_only_loss=True, **keys)
 
 
 def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp_path):
@@ -76,9 +68,7 @@ def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp
     assert verify(out, deep=True)["tensors"] > 0
     printed = two.log(0, 10**6)
     assert "Before and after (5 of 5 prompts, from the split 'test')" in printed and "[/INST]" in printed
-    assert (
-        f"{len(rows) - 4} are longer than the model takes; their last 254 tokens" in printed
-    )  # 256 places, 2 for the answer
+    assert "1 are longer than the model takes; their last 254 tokens" in printed  # 256 places, 2 for the answer
 
 
 @pytest.mark.parametrize("strategy", [grid("ddp"), grid("fsdp2"), "zero3"])

@@ -5,34 +5,10 @@ import json
 import pytest
 
 from tests.helpers.faults import ds_config
-from tests.helpers.tiny import named, write_recipe
+from tests.helpers.tiny import named, write_experts, write_recipe
 from zero_recipes.checkpoint.verify import verify
 
 LEAF = {"leaf_module": {"classes": ["OwnSparseMoeBlock"]}}
-# each rank calls half of the experts: what a router does where there are many and few tokens
-EXPERTS = """
-import torch
-from torch import distributed, nn
-from transformers import GPTNeoXForCausalLM
-
-class OwnSparseMoeBlock(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.gate = nn.Linear(width, 4)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, hidden):
-        weights = self.gate(hidden).softmax(-1)
-        mine = range(distributed.get_rank(), 4, distributed.get_world_size())
-        return sum(weights[..., i : i + 1] * self.experts[i](hidden) for i in mine)
-
-class OwnForCausalLM(GPTNeoXForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        for layer in self.gpt_neox.layers:
-            layer.mlp = OwnSparseMoeBlock(config.hidden_size)
-        self.post_init()
-"""
 
 
 def losses(group, recipe, folder, *options: str, case: str = "train") -> list[float]:
@@ -58,11 +34,7 @@ def test_bf16_states_resume_bit_for_bit(two, tmp_path):
 def test_experts_of_their_own_need_leaf_modules(two, tmp_path):
     """Stage 2's gradients are wrong (ZR285): fails when DeepSpeed no longer mixes them up, then drop that refusal."""
     recipe = write_recipe(tmp_path, trust_remote_code=True, bf16=False)
-    model = tmp_path / "model"
-    config = json.loads((model / "config.json").read_text())
-    auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    (model / "config.json").write_text(json.dumps(config | {"auto_map": auto_map, "num_experts": 4}))
-    (model / "modeling_own.py").write_text(EXPERTS)
+    write_experts(tmp_path / "model")
     right = losses(two, recipe, tmp_path / "out", *named("zero0"))
     stage_3 = losses(two, recipe, tmp_path / "out", "--deepspeed", json.dumps(ds_config(3, **LEAF)))
     stage_2 = losses(two, recipe, tmp_path / "out", *named("zero2"), case="train_unchecked")

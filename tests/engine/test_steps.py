@@ -29,15 +29,8 @@ def test_the_bare_loop_has_the_losses_of_run_sft(two, tmp_path, stage, bf16, apa
     [("zero2", True), ("zero3", False), grid("ddp", True), grid("fsdp2", False), grid("zero0", True)],
 )
 def test_no_prompt_is_scored_and_the_run_trains_the_same(two, tmp_path, strategy, packing):
-    path = write_recipe(
-        tmp_path,
-        bf16=False,
-        max_steps=4,
-        gradient_accumulation_steps=2,
-        packing=packing,
-        max_length=128,
-        max_grad_norm=1.0,
-    )
+    keys = {"bf16": False, "max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
+    path = write_recipe(tmp_path, packing=packing, **keys)
     found = {}
     for only in (True, False):  # the last run must score all again: the switch is for a run, not for the process
         argv = [str(path), "--output_dir", str(tmp_path / str(only)), "--supervised_logits_only", str(only).lower()]

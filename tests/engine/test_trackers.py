@@ -35,5 +35,7 @@ def test_a_tracker_has_speed_memory_and_communication_of_each_step(two, tmp_path
     names = ("loss", "tokens_per_second", "peak_memory_bytes", "communication_bytes_per_step")
     found = {name: values_of(address, name) for name in names}
     assert found["loss"] == pytest.approx(metrics["loss_history"], rel=1e-3)
+    peaks, highest = found["peak_memory_bytes"], max(peak["rss"] for peak in metrics["peak_memory_bytes"])
+    assert peaks == sorted(peaks) and peaks[-1] <= highest * 1.001
     assert set(found["communication_bytes_per_step"][1:]) == {sum(metrics["communication_bytes_per_step"].values())}
     assert all(min(values) > 0 for values in found.values()), found

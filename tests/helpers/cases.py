@@ -1,11 +1,13 @@
 """What the workers of tests/helpers/group.py run. Every case is called on all ranks; arguments and results are JSON."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import run_sft
+from tests.helpers.around import before
 from tests.helpers.unchecked import without_rules
 from zero_recipes.metrics.callback import StageMetricsCallback
 
@@ -49,27 +51,18 @@ def train_counted(argv: list[str]) -> dict:
     """`train`, with the step (from 0) of every call of training_step, one a micro batch."""
     from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    original, steps = ZeroSFTTrainer.training_step, []
-
-    def training_step(self, *arguments, **keywords):
-        steps.append(self.state.global_step)
-        return original(self, *arguments, **keywords)
-
-    with mock.patch.object(ZeroSFTTrainer, "training_step", training_step):
+    steps = []
+    with before(ZeroSFTTrainer, "training_step", lambda self, *_: steps.append(self.state.global_step)):
         return train(argv) | {"calls": steps}
 
 
 def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
     """`train`, while another program fills the disk of `filler` but for `left` bytes."""
-    import shutil
 
-    original = StageMetricsCallback.on_train_begin
-
-    def fill(self, *arguments, **keywords):
+    def fill(*_, **__) -> None:
         Path(filler).write_bytes(bytes(shutil.disk_usage(Path(filler).parent).free - left))
-        return original(self, *arguments, **keywords)
 
-    with mock.patch.object(StageMetricsCallback, "on_train_begin", fill):
+    with before(StageMetricsCallback, "on_train_begin", fill):
         return train(argv)
 
 
@@ -197,9 +190,7 @@ def names_lost_on_resume(folder: str) -> list[str]:
 
 def engine_config(argv: list[str]) -> dict:
     """The configuration that the DeepSpeed engine of a finished run was built from."""
-    run = run_sft.prepare(argv)
-    trainer = run_sft.train(run)
-    return json.loads(json.dumps(trainer.model_wrapped.config, default=str))
+    return json.loads(json.dumps(run_sft.train(run_sft.prepare(argv)).model_wrapped.config, default=str))
 
 
 def splits_tokenised(argv: list[str], cache: str) -> int:

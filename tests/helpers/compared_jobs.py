@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.helpers.tiny import ROOT
+from tests.helpers import tiny
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Settings
 from zero_recipes.plan.job import Job
@@ -11,36 +11,21 @@ from zero_recipes.plan.job import Job
 
 def write_recipe(folder: Path, model: Path, keys: dict) -> Path:
     """Every micro batch holds one row of max_length and a short one: padded to what the plan takes."""
-    rows = folder / "rows"
-    rows.mkdir(exist_ok=True)
+    rows = folder / "compared"
+    rows.mkdir()
     words = "the red fish hums in the cave by the river . "
     lines = [json.dumps({"text": words * (2 if i % 2 else 40)}) for i in range(64)]
     (rows / "train.jsonl").write_text("\n".join(lines) + "\n")
     (rows / "test.jsonl").write_text("\n".join(lines[:48]) + "\n")
-    recipe = {
-        "model_name_or_path": str(model),
-        "dataset_name": str(rows),
-        "random_weights": True,
-        "bf16": True,
-        "max_length": 128,
-        "per_device_train_batch_size": 2,
-        "train_sampling_strategy": "sequential",
-        "max_steps": 6,
-        "learning_rate": 1.0e-3,
-        "activation_checkpointing": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "save_model": False,
-        "report_to": "none",
-    } | keys
-    path = folder / "recipe.yaml"
-    path.write_text(json.dumps(recipe))
-    return path
+    usual = {"model_name_or_path": str(model), "dataset_name": str(rows), "dataset_format": None, "max_steps": 6}
+    return tiny.write_recipe(folder, **usual | {"train_sampling_strategy": "sequential"} | keys)
 
 
 def job_of(path: Path, model: Path, strategy: str, ranks: int = 2) -> Job:
     recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
     plain = {key: getattr(value, "value", value) for key, value in recipe.settings.as_dict().items()}
-    ds_config = None if strategy == "single" else json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
+    ds_config = (
+        None if strategy == "single" else json.loads((tiny.ROOT / "ds_configs" / f"{strategy}.json").read_text())
+    )
     config = json.loads((model / "config.json").read_text())
     return Job(str(model), config, Settings(plain), strategy, ds_config, ranks, ranks, "cpu")

@@ -16,6 +16,10 @@ def refusal_of(work: Callable, *arguments, **keywords) -> Refusal | None:
     return None
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def flip(path: Path, draw: random.Random) -> None:
     data = bytearray(path.read_bytes())
     data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)

@@ -62,11 +62,11 @@ def reference_of(one, folder: Path, steps: int) -> Subject:
     return Subject(recipe, load_file(kept / "model.safetensors"), **found)
 
 
-def run(group, subject: Subject, folder: Path, strategy: str, accumulation: int, case: str = "train") -> dict:
+def run(group, subject: Subject, folder: Path, strategy: str, accumulation: int) -> dict:
     """One run: what it was asserted to be, and its distance from the reference."""
     world, micro = group.world_size, EXAMPLES // (group.world_size * accumulation)
     argv = arguments(subject.recipe, strategy, folder, "--per_device_train_batch_size", str(micro))
-    result = group.run(case, argv=argv)[0]
+    result = group.run("train", argv=argv)[0]
     metrics = result["metrics"]
     stage = int(strategy[4]) if strategy.startswith("zero") else None
     engine = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPTNeoXForCausalLM"}.get(strategy, "DeepSpeedEngine")

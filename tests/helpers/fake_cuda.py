@@ -11,6 +11,8 @@ import torch
 GIB = 2**30
 ANSWERS = {"current_device": 0, "device_count": 1, "is_available": True, "is_initialized": True}
 ANSWERS |= {"get_device_name": "NVIDIA Stand-in"}
+NUMBERS = {f"memory_{kind}": kind for kind in ("allocated", "reserved")}
+NUMBERS |= {f"max_{name}": f"peak_{kind}" for name, kind in NUMBERS.items()}
 
 
 class FakeCuda:
@@ -45,18 +47,6 @@ class FakeCuda:
     def reset_peak_memory_stats(self, *_) -> None:
         self.calls.append("reset_peak_memory_stats")
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
-
-    def memory_allocated(self, *_) -> int:
-        return self.allocated
-
-    def memory_reserved(self, *_) -> int:
-        return self.reserved
-
-    def max_memory_allocated(self, *_) -> int:
-        return self.peak_allocated
-
-    def max_memory_reserved(self, *_) -> int:
-        return self.peak_reserved
 
     def mem_get_info(self, *_) -> tuple[int, int]:
         return 80 * GIB - self.reserved, 80 * GIB
@@ -95,6 +85,8 @@ def install(monkeypatch) -> FakeCuda:
     for name in dir(cuda):
         if hasattr(torch.cuda, name) and not name.startswith("_"):
             monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    for name, held in NUMBERS.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, held=held: getattr(cuda, held))
     for name, answer in ANSWERS.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     # torch's CUDA build asks it in every optimizer step

@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
 from deepspeed.utils import groups
 
 from tests.helpers import quantizer_on_cpu
+from tests.helpers.around import before
 from tests.helpers.cases import refusal_of, train
 from tests.helpers.unchecked import without_rules
 from zero_recipes.checkpoint.output_dir import SWAPPED
@@ -28,23 +29,19 @@ def train_and_look_at_swap_files(argv: list[str], disk: str) -> dict:
     reserved to write parameters, and the output folder."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
 
-    original, reserve, seen, reserved = StageMetricsCallback.end_steps, Swapper.reserve_partitioned_swap_space, {}, []
+    reserve, seen, reserved, root = Swapper.reserve_partitioned_swap_space, {}, [], Path(disk) / SWAPPED
 
-    def look(self):
-        root = Path(disk) / SWAPPED
+    def look(_) -> None:
         seen.update({str(path.relative_to(root)): path.stat().st_size for path in root.rglob("*") if path.is_file()})
-        return original(self)
 
-    def see(self, sizes):
+    def see(self, sizes) -> None:
         reserve(self, sizes)
         reserved.append(self.partitioned_swap_buffer.nbytes)
 
-    StageMetricsCallback.end_steps, Swapper.reserve_partitioned_swap_space = look, see
-    try:
-        found = {"swapped": seen, "reserved": reserved, "output_dir": argv[argv.index("--output_dir") + 1]}
+    found = {"swapped": seen, "reserved": reserved, "output_dir": argv[argv.index("--output_dir") + 1]}
+    seeing = mock.patch.object(Swapper, "reserve_partitioned_swap_space", see)
+    with seeing, before(StageMetricsCallback, "end_steps", look):
         return train(argv) | found
-    finally:
-        StageMetricsCallback.end_steps, Swapper.reserve_partitioned_swap_space = original, reserve
 
 
 def failure_of(argv: list[str]) -> str:
@@ -97,9 +94,8 @@ def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
     draw = torch.Generator().manual_seed(seed + rank)
 
     def unscaled(tensors, pairs):
-        return [
-            out.to(t.dtype) for out, t in zip(faulty([t.div(2).half() for t in tensors], pairs), tensors, strict=True)
-        ]
+        found = faulty([t.div(2).half() for t in tensors], pairs)
+        return [out.to(t.dtype) for out, t in zip(found, tensors, strict=True)]
 
     found: dict = {"errors": {}}
     with mock.patch.object(coalesced_collectives, "quantizer_module", quantizer_on_cpu):
@@ -113,9 +109,7 @@ def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
             for mean in means:
                 comm.all_reduce(mean)
             before, after = unscaled([t.clone() for t in given], pairs), scaled(given, pairs)
-            assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True)), (
-                "the gradients are left as they are"
-            )
+            assert all(map(torch.equal, given, kept)), "the gradients are left as they are"
             for magnitude, mean, *results in zip(magnitudes, means, before, after, strict=True):
                 wanted = (mean / world).view(-1).chunk(world)[rank]
                 gaps = [((got.double().view(-1) - wanted).norm() / wanted.norm()).item() for got in results]

@@ -6,15 +6,15 @@ from unittest import mock
 
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
+
+from tests.helpers.around import before
+from tests.helpers.cases import train
+from zero_recipes.libs import patches
 
 
 def timeouts(argv: list[str], patched: bool) -> list[float]:
     """Seconds of the process groups that a run makes."""
-    from torch.distributed import distributed_c10d
-
-    from tests.helpers.cases import train
-    from zero_recipes.libs import patches
-
     known = set(distributed_c10d._world.pg_map)
     forget_clone_of_the_world()
     with contextlib.ExitStack() as stack:
@@ -46,48 +46,33 @@ def forget_clone_of_the_world() -> None:
 
 def train_with_a_slow_writer(argv: list[str]) -> str:
     """`train`, where rank 0 writes the model for longer than a collective may take; "saved", or what ended the run."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    from tests.helpers.cases import train
     from zero_recipes.training.trainer import ZeroSFTTrainer
 
     limit, usual = timedelta(seconds=2), timedelta(minutes=10)  # a rank of a busy machine may be late by a second
-    save_model, save = ZeroSFTTrainer.save_model, ZeroSFTTrainer._save
+    save_model = ZeroSFTTrainer.save_model
 
     def quickly_ending(self, *arguments, **keywords):
-        distributed.barrier()
-        _set_pg_timeout(limit, distributed.group.WORLD)
-        save_model(self, *arguments, **keywords)
-        distributed.barrier()
-        _set_pg_timeout(usual, distributed.group.WORLD)
+        for time, act in ((limit, save_model), (usual, lambda *_, **__: None)):
+            distributed.barrier()
+            distributed_c10d._set_pg_timeout(time, distributed.group.WORLD)
+            act(self, *arguments, **keywords)
 
-    def slowly(self, *arguments, **keywords):
+    def wait(*_, **__) -> None:
         for _ in range(2 if distributed.get_rank() == 0 else 0):  # as long as two collectives that nobody answers
             with contextlib.suppress(RuntimeError):
-                alone_forever(limit)
-        save(self, *arguments, **keywords)
+                distributed_c10d._get_default_store().wait(["fault_cases/never"], limit)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(ZeroSFTTrainer, "save_model", quickly_ending))
-        stack.enter_context(mock.patch.object(ZeroSFTTrainer, "_save", slowly))
-        try:
+    try:
+        with mock.patch.object(ZeroSFTTrainer, "save_model", quickly_ending), before(ZeroSFTTrainer, "_save", wait):
             train(argv)
-            return "saved"
-        except RuntimeError as error:
-            return str(error)
-
-
-def alone_forever(limit: timedelta) -> None:
-    """Wait for what nobody sends, until the time is over."""
-    distributed.distributed_c10d._get_default_store().wait(["fault_cases/never"], limit)
+        return "saved"
+    except RuntimeError as error:
+        return str(error)
 
 
 def sent_a_step(argv: list[str], patched: bool) -> dict[str, int]:
     """Bytes of one optimizer step by collective. Unpatched: stage 3 keeps its answers when the trace is dropped."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
-
-    from tests.helpers.cases import train
-    from zero_recipes.libs import patches
 
     with contextlib.ExitStack() as stack:
         if not patched:

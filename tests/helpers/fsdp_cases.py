@@ -3,6 +3,7 @@
 from unittest import mock
 
 import run_sft
+from tests.helpers.around import before
 from tests.helpers.cases import train
 from zero_recipes.libs import fsdp
 from zero_recipes.metrics import callback as metrics
@@ -12,18 +13,13 @@ def train_and_keep_shapes(argv: list[str], left_out: str | None = None) -> dict:
     """`train`, with the shapes of all tensors and the placements that they really had while training; `left_out`: of
     libs/fsdp.py."""
     seen: dict = {}
-    original = metrics.StageMetricsCallback.on_train_begin
 
-    def look(self, args, state, control, model=None, **keywords):
-        parameters = list(model.parameters())
-        seen["shapes"] = [list(p.shape) for p in parameters]
-        seen["placements"] = sorted({str(getattr(p, "placements", None)) for p in parameters})
-        return original(self, args, state, control, model=model, **keywords)
+    def look(*_, model=None, **__) -> None:
+        seen["shapes"] = [list(p.shape) for p in model.parameters()]
+        seen["placements"] = sorted({str(getattr(p, "placements", None)) for p in model.parameters()})
 
-    with (
-        mock.patch.object(metrics.StageMetricsCallback, "on_train_begin", look),
-        mock.patch.object(fsdp, left_out or "__name__", lambda *_: None),
-    ):
+    without = mock.patch.object(fsdp, left_out or "__name__", lambda *_: None)
+    with without, before(metrics.StageMetricsCallback, "on_train_begin", look):
         return train(argv) | seen
 
 

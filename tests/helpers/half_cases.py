@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from transformers import TrainerCallback
 
+from tests.helpers.around import before
 from tests.helpers.cases import train
 from tests.helpers.sample_cases import ending
 from tests.helpers.unchecked import without_rules
@@ -19,10 +20,8 @@ def fp16_on_cpu() -> Iterator[None]:
     """Torch computes in fp16 on any CPU, slowly; DeepSpeed asks for fast kernels, and so does our check."""
     from deepspeed.accelerator import get_accelerator
 
-    with (
-        mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True),
-        without_rules("fp16_on_cpu", "fp16_stage_0"),
-    ):
+    supported = mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True)
+    with supported, without_rules("fp16_on_cpu", "fp16_stage_0"):
         yield
 
 
@@ -62,13 +61,8 @@ def train_in_fp16(argv: list[str]) -> dict:
     """`train` in fp16, with what `Watch` saw of each step."""
     from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    watch, original = Watch(), ZeroSFTTrainer.__init__
-
-    def start(self, *arguments, **keywords):
-        original(self, *arguments, **keywords)
-        self.add_callback(watch)
-
-    with fp16_on_cpu(), mock.patch.object(ZeroSFTTrainer, "__init__", start):
+    watch = Watch()
+    with fp16_on_cpu(), before(ZeroSFTTrainer, "train", lambda self, *_: self.add_callback(watch)):
         return train(argv) | {"steps": watch.steps}
 
 

@@ -5,6 +5,7 @@ import gc
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tests.helpers.around import before
 from tests.helpers.cases import train
 from zero_recipes.metrics.callback import StageMetricsCallback
 
@@ -13,20 +14,16 @@ STEP = "plan_cases: a step begins"
 
 def train_profiled(argv: list[str]) -> dict:
     """`train`, with how far each step's live bytes rise above its beginning: {"rises": [[low, high]], "metrics"}."""
-    gc.collect()
-    original = StageMetricsCallback.on_step_begin
 
-    def on_step_begin(self, *arguments, **keywords):
+    def begin(*_, **__) -> None:
         gc.collect()  # tensors in reference cycles live until Python looks for them, at moments that nobody plans
         with record_function(STEP):
-            return original(self, *arguments, **keywords)
+            pass
 
-    StageMetricsCallback.on_step_begin = on_step_begin
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            result = train(argv)
-    finally:
-        StageMetricsCallback.on_step_begin = original
+    gc.collect()
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with before(StageMetricsCallback, "on_step_begin", begin), profiler as profiled:
+        result = train(argv)
     return {"rises": rises(profiled.profiler.kineto_results.experimental_event_tree()), "metrics": result["metrics"]}
 
 

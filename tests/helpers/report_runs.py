@@ -14,9 +14,7 @@ LOSSES = [2.0, 1.8, 1.6, 1.4, 1.2, 1.0]
 def metrics(strategy, **changes):
     """A metrics.json with every key of the contract: bf16 on two GPUs, with the bytes that DeepSpeed really holds."""
     stage = None if strategy == "ddp" else int(strategy[4])
-    held = {
-        None: (4, 4, 8), 0: (2, 6, 12), 1: (2, 2, 6), 2: (2, 1, 6), 3: (1, 1, 6),
-    }[stage]  # fmt: skip
+    held = {None: (4, 4, 8), 0: (2, 6, 12), 1: (2, 2, 6), 2: (2, 1, 6), 3: (1, 1, 6)}[stage]
     params, grads, optimizer = (PARAMETERS * each for each in held)
     weights = 2 * PARAMETERS
     moved = {
@@ -42,7 +40,8 @@ def metrics(strategy, **changes):
         "step_seconds": {"median": 0.25, "p90": 0.3, "warmup_steps_excluded": 2},
         "phase_seconds": {"startup": 7.5, "data": 1.0, "model": 2.0, "train": 4.0, "eval": 6.0, "save": 1.0},
         "loss_history": list(LOSSES), "grad_norm_history": [1.0] * len(LOSSES), "eval_history": [],
-        "predicted": {"source": "engine", "peak_memory_bytes": 44 * MIB, "model_state_bytes": {},
+        "predicted": {"source": "engine", "peak_memory_bytes": 44 * MIB,
+                      "model_state_bytes": {"params": MIB, "grads": MIB, "optimizer": 2 * MIB},
                       "at_peak": {"params": 20 * MIB, "activations": 24 * MIB},
                       "reserved_bytes": {"low": 45 * MIB, "high": 50 * MIB}},
         "versions": {"torch": "2.13.0"}, "hardware": {"gpu": GPU, "ram_bytes": 64 * 1024**3},
@@ -60,9 +59,8 @@ def save(folder, content, samples=()):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.json").write_text(json.dumps(content))
     if samples:
-        (folder / "samples.jsonl").write_text(
-            "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-        )
+        lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
+        (folder / "samples.jsonl").write_text("".join(lines))
     return folder.parent
 
 

@@ -1,9 +1,13 @@
 """What the workers of tests/helpers/group.py run for test_reshard.py: states before saving and after loading."""
 
 import json
-from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import run_sft
+from tests.helpers.around import before
 from tests.helpers.cases import train
 from zero_recipes.libs.deepspeed import base_optimizer, flat_masters
 from zero_recipes.metrics.callback import StageMetricsCallback
@@ -11,18 +15,14 @@ from zero_recipes.metrics.callback import StageMetricsCallback
 
 def train_and_keep_states(argv: list[str], step: int, path: str) -> dict:
     """`train`; what DeepSpeed itself gathers of masters and Adam's states when `step` is saved goes to `path`."""
-    import torch
 
-    original = StageMetricsCallback.on_save
-
-    def keep(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def keep(self, args, state, control, model=None, optimizer=None, **_) -> None:
         if state.global_step == step:
             states = gathered_states(model, optimizer)
             if args.process_index == 0:
                 torch.save(states, path)
-        return original(self, args, state, control, model=model, optimizer=optimizer, **kwargs)
 
-    with mock.patch.object(StageMetricsCallback, "on_save", keep):
+    with before(StageMetricsCallback, "on_save", keep):
         return train(argv)
 
 
@@ -33,14 +33,12 @@ def train_and_compare_states(argv: list[str], path: str) -> dict:
     "dtypes": of masters and moments.
     "steps": Adam's counters before and after the run; "counters": how many tensors they are, "groups": of how many.
     """
-    import torch
-
-    original, seen = StageMetricsCallback.on_train_begin, {}
+    seen = {}
 
     def counters(optimizer) -> list:
         return [state["step"] for state in base_optimizer(optimizer).state.values()]
 
-    def compare(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def compare(*_, model=None, optimizer=None, **__) -> None:
         wanted, found = torch.load(path), gathered_states(model, optimizer)
         assert wanted.keys() == found.keys() and wanted
         seen["different"] = sorted(
@@ -50,9 +48,8 @@ def train_and_compare_states(argv: list[str], path: str) -> dict:
             if wanted[name][key].dtype != found[name][key].dtype or not wanted[name][key].equal(found[name][key])
         )
         seen["steps"] = [{int(step) for step in counters(optimizer)}.pop()]
-        return original(self, args, state, control, model=model, optimizer=optimizer, **kwargs)
 
-    with mock.patch.object(StageMetricsCallback, "on_train_begin", compare):
+    with before(StageMetricsCallback, "on_train_begin", compare):
         run = run_sft.prepare(argv)
         trainer = run_sft.train(run)
         trainer.accelerator.wait_for_everyone()
@@ -74,9 +71,6 @@ def gathered_states(model, optimizer) -> dict:
 
     States in bf16 come in fp32 from stages 1 and 2 and in bf16 from stage 3: all are given in fp32, exactly.
     """
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
     optimizer, states = optimizer.optimizer, {}
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         # DeepSpeed 0.19.8, zero/stage_1_and_2.py `_optimizer_step` links all groups after the first one's step: the
@@ -102,10 +96,6 @@ def state_dtypes(optimizer) -> list[str]:
 
 def masters_are_read_whole(round_robin: bool) -> bool:
     """Whether DeepSpeed's own call gives each master of a fresh stage 2 engine."""
-    import deepspeed
-    import torch
-    from deepspeed.utils import safe_get_full_fp32_param
-
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(size, size) for size in (3, 5, 7)))
     config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}

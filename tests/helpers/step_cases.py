@@ -4,6 +4,7 @@ import importlib.util
 from unittest import mock
 
 import run_sft
+from tests.helpers.around import before
 from tests.helpers.cases import train
 from tests.helpers.tiny import ROOT
 from zero_recipes.training import token_loss
@@ -16,7 +17,7 @@ def train_scored(argv: list[str]) -> dict:
     from zero_recipes.training.trainer import ZeroSFTTrainer
 
     scored, supervised, positions = [], [], []
-    function, original = utils._ChunkedLogProbFunction, ZeroSFTTrainer.training_step
+    function = utils._ChunkedLogProbFunction
 
     class Counting:
         @staticmethod
@@ -24,16 +25,13 @@ def train_scored(argv: list[str]) -> dict:
             scored.append(len(hidden))
             return function.apply(hidden, *arguments)
 
-    def training_step(self, model, inputs, *rest, **keywords):
+    def count(self, model, inputs, *_) -> None:
         labels = inputs["labels"][:, 1:]
         supervised.append(int((labels != -100).sum()))
         positions.append(labels.numel())
-        return original(self, model, inputs, *rest, **keywords)
 
-    with (
-        mock.patch.object(utils, "_ChunkedLogProbFunction", Counting),
-        mock.patch.object(ZeroSFTTrainer, "training_step", training_step),
-    ):
+    counting = mock.patch.object(utils, "_ChunkedLogProbFunction", Counting)
+    with counting, before(ZeroSFTTrainer, "training_step", count):
         return train(argv) | {"scored": scored, "supervised": supervised, "positions": positions}
 
 

@@ -97,6 +97,39 @@ def write_llama(folder: Path, heads: int = 4, keys: int = 2) -> Path:
     return folder
 
 
+# each rank calls half of the experts: what a router does where there are many and few tokens
+EXPERTS = """
+import torch
+from torch import distributed, nn
+from transformers import GPTNeoXForCausalLM
+
+class OwnSparseMoeBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, hidden):
+        weights = self.gate(hidden).softmax(-1)
+        mine = range(distributed.get_rank(), 4, distributed.get_world_size())
+        return sum(weights[..., i : i + 1] * self.experts[i](hidden) for i in mine)
+
+class OwnForCausalLM(GPTNeoXForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.gpt_neox.layers[1].mlp = OwnSparseMoeBlock(config.hidden_size)
+        self.post_init()
+"""
+
+
+def write_experts(model: Path) -> None:
+    """Code of its own for a GPT-NeoX in a folder, whose second layer has experts."""
+    config = json.loads((model / "config.json").read_text())
+    auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (model / "config.json").write_text(json.dumps(config | {"auto_map": auto_map, "num_experts": 4}))
+    (model / "modeling_own.py").write_text(EXPERTS)
+
+
 def settings_with(**keys) -> Settings:
     """A run's settings: the defaults of TRL and of zero-recipes, with these keys."""
     values = {}

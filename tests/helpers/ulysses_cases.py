@@ -6,6 +6,7 @@ from unittest import mock
 
 from trl import SFTTrainer
 
+from tests.helpers.around import before
 from tests.helpers.cases import train
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
@@ -33,14 +34,7 @@ def train_sharing(argv: list[str]) -> dict:
 
 def train_with_a_mean_for_each_micro_batch(argv: list[str]) -> dict:
     """`train_sharing`, with the loss left to transformers and TRL."""
-    original = ZeroSFTTrainer.__init__
-
-    def init(self, *arguments, **keywords):
-        original(self, *arguments, **keywords)
-        self.model_accepts_loss_kwargs = False
-
-    with (
-        mock.patch.object(ZeroSFTTrainer, "__init__", init),
-        mock.patch.object(ZeroSFTTrainer, "compute_loss", SFTTrainer.compute_loss),
-    ):
+    left_to_trl = mock.patch.object(ZeroSFTTrainer, "compute_loss", SFTTrainer.compute_loss)
+    counts = before(ZeroSFTTrainer, "train", lambda self, *_: setattr(self, "model_accepts_loss_kwargs", False))
+    with left_to_trl, counts:
         return train_sharing(argv)

@@ -8,7 +8,6 @@ import pytest
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.cli.sweep import launch_of_strategy
 
-HANG_SECONDS = 120  # a guard only
 STRATEGIES = ("zero3", "zero0", "ddp", "zero2")
 
 
@@ -30,15 +29,6 @@ leave(3)
 """
 
 
-def test_a_run_leaves_without_taking_the_interpreter_down():
-    """By its end an object of the main module would be finalised."""
-    ended = subprocess.run(
-        [sys.executable, "-c", ENDING], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
-    assert (ended.returncode, ended.stderr) == (3, "")
-    assert ended.stdout == "last wordsthread joined\nexit handler\n"
-
-
 IDLE_WORKER = """
 import threading
 from zero_recipes.core import process
@@ -50,11 +40,14 @@ process.leave(3)
 """
 
 
-def test_a_thread_that_never_ends_is_not_waited_for_for_ever():
-    """torch.compile leaves such workers; the interpreter would join them."""
-    command = [sys.executable, "-c", IDLE_WORKER]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "last words", "")
+@pytest.mark.parametrize(
+    "program, printed", [(ENDING, "last wordsthread joined\nexit handler\n"), (IDLE_WORKER, "last words")]
+)
+def test_a_run_leaves_without_taking_the_interpreter_down_or_waiting_for_ever(program, printed):
+    """By its end an object of the main module would be finalised. torch.compile leaves workers that never end."""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)  # a hang guard
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, printed, "")
 
 
 @pytest.mark.grid

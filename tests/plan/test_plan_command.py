@@ -63,11 +63,8 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
     assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
     verbose = (tmp_path / "plan" / "plan.txt").read_text()
-    assert (
-        "+18.1 GB" in verbose
-        and verbose.count("Step: holds") == 1
-        and "zero0: the change that costs least: zero3" in verbose
-    )
+    assert "+18.1 GB" in verbose and verbose.count("Step: holds") == 1
+    assert "zero0: the change that costs least: zero3" in verbose
 
 
 def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monkeypatch):
@@ -75,9 +72,8 @@ def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monk
     seen = []
 
     def predictor(quick=False, **_):
-        return (
-            SimpleNamespace(quick=quick, prepare=lambda jobs: seen.append(capsys.readouterr())) if not quick else known
-        )
+        watched = SimpleNamespace(quick=quick, prepare=lambda jobs: seen.append(capsys.readouterr()))
+        return known if quick else watched
 
     known = Predictor(quick=True)
     monkeypatch.setattr(command, "Predictor", predictor)
@@ -134,9 +130,7 @@ def test_epochs_of_data_at_hand_are_counted_in_steps(capsys):
 
 def test_the_smallest_machine_is_looked_for(capsys):
     said = plan(capsys, gpus="1,2,4,8", gpu="l40s")
-    assert said.startswith(
-        "zero2_offload fits EleutherAI/pythia-6.9b-deduped on 1 x l40s-48gb, the fewest of 1, 2, 4, 8"
-    )
+    assert said.startswith("zero2_offload fits EleutherAI/pythia-6.9b-deduped on 1 x l40s-48gb, the fewest of 1, 2,")
     assert all(row in said for row in ("\n1 x zero2_offload  yes", "\n4 x zero3          tight"))
     found = document(capsys, "--strategies", "zero2,zero3", gpus="1,2,4,8", gpu="l40s")
     words = {(row["job"]["world_size"], row["job"]["strategy"]): row["fit"]["status"] for row in found["rows"]}

@@ -9,21 +9,17 @@ import pytest
 from deepspeed.accelerator import get_accelerator
 
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe
-from tests.helpers.report_runs import GPU, metrics, save
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import predicted, preflight
 from zero_recipes.cli import main as cli
-from zero_recipes.config.recipe import RunConfig, Settings
+from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
-from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.schema import PredictedMetrics
 from zero_recipes.plan import of_run
 from zero_recipes.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.plan.predict import Predictor
 from zero_recipes.plan.simulator import parent as simulation
-from zero_recipes.report.page import write_report
-from zero_recipes.report.read import table_rows
 
 # the answer: of zero_recipes/plan/of_run.py, with predictions made up to order
 
@@ -276,26 +272,3 @@ def test_a_simulation_that_crashes_is_answered_by_formulas_with_its_error(monkey
     assert found.notes[0] == "zero2 is by formulas: zero2 on 2 ranks cannot be simulated: a library has changed."
     with pytest.raises(Refusal, match="cannot be simulated"):  # the command says so and stops
         Predictor(folder=tmp_path)(job("zero2"))
-
-
-# the report
-
-BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_length": 512}
-ZERO2 = SimpleNamespace(strategy="zero2", zero_stage=2, world_size=2, settings=Settings(BATCH))
-PLANNED = {
-    "source": "engine",
-    "peak_memory_bytes": 44 * 2**20,
-    "at_peak": made_up(ZERO2, 44 * 2**20).at_peak,
-    "reserved_bytes": {"low": 44 * 2**20, "high": 60 * 2**20},
-    "model_state_bytes": {"params": 2**20, "grads": 2**20, "optimizer": 2**21},
-}
-
-
-def test_the_report_puts_planned_beside_measured(tmp_path):
-    hardware = {"gpu": GPU, "gpu_memory_bytes": 80 * 2**20}
-    for strategy in ("zero2", "zero3"):
-        save(tmp_path / strategy, metrics(strategy, predicted=PLANNED, hardware=hardware))
-    row = table_rows(read_runs(tmp_path))[0]
-    assert row["planned_peak_bytes"] == 44 * 2**20 and row["planned_state_bytes"] == 4 * 2**20
-    page = write_report(tmp_path).read_text()
-    assert "10.0 %" in page and (tmp_path / "plan.png").is_file()  # 44 MiB planned, 40 measured

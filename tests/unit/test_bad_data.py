@@ -9,22 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.bad_data import (
-    ALPACA,
-    CHATML,
-    CHATS,
-    IDS,
-    PAIRS,
-    SOUND,
-    TEXTS,
-    found_in,
-    lines,
-    prepared,
-    with_row,
-    written,
-)  # fmt: skip
+from tests.helpers.bad_data import CHATML, SOUND, found_in, lines, prepared, with_row, written
 from zero_recipes.core.findings import Refusal
 
+ALPACA, PAIRS, TEXTS, CHATS, IDS, _ = SOUND.values()
 AS_ALPACA = {"dataset_format": "alpaca"}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 1}
 STREAMS = {"dataset_streaming": True, "max_steps": 1}
@@ -141,11 +129,10 @@ def test_any_wrong_row_is_found(examples):
         kind, number = data.draw(st.sampled_from(sorted(SOUND))), data.draw(st.integers(0, 19))
         column = data.draw(st.sampled_from([name for name in SOUND[kind][0] if name != "input"]))
         wrong = WRONG_IDS if kind == "ids" else WRONG_CHATS if kind in ("chats", "sharegpt") else WRONG
-        rows, keys = with_row(SOUND[kind], number, **{column: data.draw(wrong)}), data.draw(KEYS)
+        rows, keys = with_row(SOUND[kind], number, **{column: data.draw(wrong)}), {**data.draw(KEYS)}
         with tempfile.TemporaryDirectory() as folder:
-            found = found_in(
-                written(Path(folder), {"train.jsonl": lines(rows)}), **keys, **(AS_ALPACA if kind == "alpaca" else {})
-            )
+            keys |= AS_ALPACA if kind == "alpaca" else {}
+            found = found_in(written(Path(folder), {"train.jsonl": lines(rows)}), **keys)
         assert any(finding.level == "error" for finding in found), (kind, rows, keys)
 
     holds()

@@ -120,10 +120,8 @@ def test_prompts_that_cannot_be_read_are_refused(tmp_path, tokenizer, requested,
     assert choose_samples(None, None, None, None) == choose_samples("0", None, None, None) == []
 
 
-WORDS = st.lists(
-    st.sampled_from(["Once", "upon", " a", "time,", "\n", " ", "", "x1", "Ünï", "語", "</s>", "  "]), max_size=9
-)
-TEXT = WORDS.map("".join)
+WORDS = ["Once", "upon", " a", "time,", "\n", " ", "", "x1", "Ünï", "語", "</s>", "  "]
+TEXT = st.lists(st.sampled_from(WORDS), max_size=9).map("".join)
 
 
 @settings(max_examples=8)
@@ -189,12 +187,12 @@ def test_every_form_of_the_same_turns_trains_as_the_same_tokens(tmp_path, rows, 
 
 
 def test_a_pair_without_assistant_only_loss_trains_its_answer_alone(tmp_path):
-    data = prepared(
-        written(tmp_path, {"train.csv": b"ask,reply\nSay 1.,Word 1.\n"}), columns={"question": "ask", "answer": "reply"}
-    )
+    columns = {"question": "ask", "answer": "reply"}
+    folder = written(tmp_path, {"train.csv": b"ask,reply\nSay 1.,Word 1.\n"})
+    data = prepared(folder, columns=columns)
     assert [text for text, carries in data.shown[1][0][1] if carries] == ["Word 1.<|endoftext|>"]
     with pytest.raises(Refusal, match="ZR890"):
-        prepared(tmp_path / "data", template=None, columns={"question": "ask", "answer": "reply"})
+        prepared(folder, template=None, columns=columns)
 
 
 @pytest.mark.parametrize(
@@ -324,9 +322,7 @@ COUNTED = [
     ("longest", "strategy", "truncated", "dropped", "tokens", "open_ends"),
     [(None, None, 0, 0, 15, 3), (3, None, 2, 1, 9, 1), (3, "bfd", 2, 0, 12, 1), (3, "wrapped", 2, 0, 15, 1)],
 )
-def test_the_audit_counts_rows_and_tokens(
-    tokenizer, tmp_path, longest, strategy, truncated, dropped, tokens, open_ends
-):
+def test_the_audit_counts(tokenizer, tmp_path, longest, strategy, truncated, dropped, tokens, open_ends):
     """Of more than a batch, behind an index, in several chunks."""
     packing = {"packing": strategy is not None, "packing_strategy": strategy or "bfd"}
     training_args, rows = arguments(tmp_path, max_length=longest, **packing), as_dataset(COUNTED * 300, "int32")
@@ -339,9 +335,8 @@ def test_the_audit_counts_rows_and_tokens(
 
 
 def test_rows_that_are_in_both_splits_are_found():
-    training = as_dataset(
-        [{"input_ids": [7], "labels": [7]}] * 1100 + [{"input_ids": [7, 8], "labels": [7, 8]}], "int32"
-    )
+    one = {"input_ids": [7], "labels": [7]}
+    training = as_dataset([one] * 1100 + [{"input_ids": [7, 8], "labels": [7, 8]}], "int32")
     other = {"input_ids": [9, 7, 8], "labels": [1, 1, 1]}
     evaluation = as_dataset([other, {"input_ids": [7, 8], "labels": [-100, 8]}, other])
     (finding,) = overlap_findings(training, evaluation, "test")

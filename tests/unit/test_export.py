@@ -48,9 +48,8 @@ def test_an_adapter_becomes_a_whole_model(adapter, capsys):
 
     written = (out / "Modelfile").read_text()
     go = re.search(r'TEMPLATE """(.*)"""', written, re.S)[1].removesuffix("{{ .Response }}")
-    with_system, without = re.fullmatch(
-        r"\{\{ if .System \}\}(.*)\{\{ else \}\}(.*?)\{\{ end \}\}.*", go, re.S
-    ).groups()
+    branches = r"\{\{ if .System \}\}(.*)\{\{ else \}\}(.*?)\{\{ end \}\}.*"
+    with_system, without = re.fullmatch(branches, go, re.S).groups()
     rest = go.partition("{{ end }}")[2]
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     for start, asked in ((with_system, turns), (without, turns[1:])):

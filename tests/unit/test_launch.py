@@ -116,9 +116,7 @@ def test_a_recipe_with_a_ds_config_under_accelerate(root, launched, overrides, c
     ],
     ids=str,
 )
-def test_a_sweep_of_a_recipe_with_another_ds_config_is_refused(
-    root, tmp_path, monkeypatch, capsys, strategies, words, refused
-):
+def test_a_sweep_with_another_ds_config_is_refused(root, tmp_path, monkeypatch, capsys, strategies, words, refused):
     """Under ddp.yaml it would train at stage 2, in a row that is called ddp."""
     launched = []
     monkeypatch.setattr("zero_recipes.cli.sweep._run", lambda *words: launched.append(words) or (1, ""))
@@ -182,31 +180,17 @@ def test_processes_and_gpus_fit(monkeypatch, processes, device, environment, sai
         refuse_uneven_gpus(SimpleNamespace(world_size=processes), device, environment)
 
 
-@pytest.fixture
-def case(tmp_path, monkeypatch):
-    """A recipe that names its launch."""
+def test_check_takes_the_launch_of_the_recipe(tmp_path, monkeypatch, capsys):
     text = (ROOT / "accelerate_configs" / "zero2.yaml").read_text()
     Side(recipe="num_processes: 2\naccelerate_config: zero2.yaml", files={"zero2.yaml": text}).write(tmp_path)
     (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("processes", "file", "agrees"), [(2, "zero2.yaml", True), (3, "zero2.yaml", False), (2, None, False)]
-)
-def test_they_are_taken_where_the_launch_is_the_same(case, processes, file, agrees):
-    path = Path("recipe.yaml")
-    environment = launched_environment(file and Path(file), processes)
-    run, findings = preflight(path, recipes.read_recipe_file(path), [], environment)
-    assert [finding.code for finding in findings if finding.level == "error"] == ([] if agrees else ["ZR347"])
-    if agrees:
-        assert run.strategy.zero_stage == 2 and not {"num_processes", "accelerate_config"} & set(run.explicit)
-
-
-def test_check_takes_the_launch_of_the_recipe(case, capsys):
     assert cli.main(["check", "recipe.yaml"]) == 0
-    said = capsys.readouterr().out
-    assert "zero2" in said and "world size    2" in said
+    shown = capsys.readouterr().out
+    assert "zero2" in shown and "world size    2" in shown
+    for environment in (launched_environment(Path("zero2.yaml"), 3), launched_environment(None, 2)):
+        _, findings = preflight(Path("recipe.yaml"), recipes.read_recipe_file(Path("recipe.yaml")), [], environment)
+        assert [finding.code for finding in findings if finding.level == "error"] == ["ZR347"]
 
 
 @pytest.mark.parametrize(

@@ -257,9 +257,8 @@ def run_in(folder, checkpoint=None) -> SimpleNamespace:
     settings = SimpleNamespace(model_name_or_path="m")
     recipe = SimpleNamespace(name="r.yaml", sha256="ab", settings=settings)
     strategy = SimpleNamespace(name="zero2", zero_stage=2, world_size=2)
-    return SimpleNamespace(
-        output_dir=folder, checkpoint=checkpoint, recipe=recipe, strategy=strategy, device="cpu", precision="bf16"
-    )
+    about = {"recipe": recipe, "strategy": strategy, "device": "cpu", "precision": "bf16"}
+    return SimpleNamespace(output_dir=folder, checkpoint=checkpoint, **about)
 
 
 @pytest.mark.parametrize("resumes", [False, True])

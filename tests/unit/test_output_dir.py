@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.damage import refusal_of
+from tests.helpers.damage import contents, refusal_of
 from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checkpoint.save import begin_checkpoint, write_manifest
 from zero_recipes.config.recipe import parse_recipe
@@ -23,10 +23,6 @@ FORK = get_context("fork")
 def impatient(monkeypatch):
     monkeypatch.setattr(folders, "LOCK_SECONDS", 0.1)
     monkeypatch.delenv("RANK", raising=False)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def write(path: Path, text: str = "x") -> Path:

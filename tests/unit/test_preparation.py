@@ -159,9 +159,8 @@ def test_the_hash_of_rows_is_of_values_and_boundaries_alone():
     drop_last=st.booleans(), epochs=st.sampled_from([0.3, 1, 2.5]),
 )  # fmt: skip
 def test_steps_by_epochs_are_those_that_transformers_counts(rows, micro, replicas, accumulation, drop_last, epochs):
-    loader = prepare_data_loader(
-        DataLoader(range(rows), batch_size=micro, drop_last=drop_last), num_processes=replicas, process_index=0
-    )
+    loader = DataLoader(range(rows), batch_size=micro, drop_last=drop_last)
+    loader = prepare_data_loader(loader, num_processes=replicas, process_index=0)
     keys = {"gradient_accumulation_steps": accumulation, "num_train_epochs": epochs, "max_steps": -1}
     recipe = SimpleNamespace(per_device_train_batch_size=micro, dataloader_drop_last=drop_last, **keys)
     if len(loader) == 0:

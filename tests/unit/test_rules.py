@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.faults import TWO, TWO_NODES, ds_config, findings_in, found_in
-from tests.helpers.tiny import ROOT, llama_config, write_llama, write_model, write_recipe
+from tests.helpers.tiny import ROOT, llama_config, write_experts, write_llama, write_model, write_recipe
 from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.checks.rehearsal import parser_findings
 from zero_recipes.checks.rules import Candidate, options
@@ -32,31 +32,11 @@ def found(tmp_path_factory):
     return partial(found_in, write_recipe(tmp_path_factory.mktemp("found")))
 
 
-EXPERTS = """
-from torch import nn
-from transformers import GPTNeoXForCausalLM
-
-class OwnSparseMoeBlock(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-
-class OwnForCausalLM(GPTNeoXForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.gpt_neox.layers[1].mlp = OwnSparseMoeBlock(config.hidden_size)
-"""
-
-
 def test_experts_that_are_modules_of_their_own(tmp_path):
     """Hung at stage 3, and at stages 1 and 2 with losses unlike those of stage 0, DDP, and stage 3 with leaf modules:
     seen where two ranks used other experts."""
     path = write_recipe(tmp_path, trust_remote_code=True)
-    model = tmp_path / "model"
-    config = json.loads((model / "config.json").read_text())
-    auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    (model / "config.json").write_text(json.dumps(config | {"auto_map": auto_map, "num_experts": 4}))
-    (model / "modeling_own.py").write_text(EXPERTS)
+    write_experts(tmp_path / "model")
     for stage, zero, codes in (
         (3, {}, ["ZR286"]),
         (2, {"round_robin_gradients": True}, ["ZR285"]),

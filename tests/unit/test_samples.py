@@ -37,9 +37,8 @@ def test_any_text_is_printed_written_and_read_again(drawn):
             json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     for row, reference, loss in zip(rows, references, after, strict=True):
         assert set(row.scores_after) == (set() if reference is None else set(JUDGED_SCORES))
-        assert row.scores_after.get("reference_loss") == (
-            loss if reference is not None and loss in (0.5, 3.0) else None
-        )
+        known = reference is not None and loss in (0.5, 3.0)
+        assert row.scores_after.get("reference_loss") == (loss if known else None)
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)  # of few characters
     with contextlib.redirect_stdout(screen):
         show_samples(rows, "from [/a] file")

@@ -90,10 +90,8 @@ def test_what_cannot_be_swept_is_refused_by_name(sets, code, said, types):
 
 
 def test_several_keys_make_all_combinations_the_last_changing_fastest():
-    found = [run.values for run in planned("seed=1,2,3", "packing=true,false")]
-    assert [tuple(values.items()) for values in found] == [
-        (("seed", seed), ("packing", packing)) for seed in (1, 2, 3) for packing in (True, False)
-    ]
+    found = [(*run.values.items(),) for run in planned("seed=1,2,3", "packing=true,false")]
+    assert found == [(("seed", seed), ("packing", packing)) for seed in (1, 2, 3) for packing in (True, False)]
 
 
 def test_names_say_the_values_and_are_safe_and_unique():
@@ -202,9 +200,7 @@ def test_a_sweep_saves_what_its_command_line_names(recipe, tmp_path, launched, w
     ("words", "replaced"),
     [([], False), (["--overwrite=true"], True), (["--overwrite", "true"], True), (["--overwrite", "False"], False)],
 )
-def test_results_of_an_earlier_sweep_are_replaced_by_overwrite_alone(
-    recipe, tmp_path, launched, capsys, words, replaced
-):
+def test_earlier_results_are_replaced_by_overwrite_alone(recipe, tmp_path, launched, capsys, words, replaced):
     save(tmp_path / "out" / "ddp", metrics("ddp"))
     before = (tmp_path / "out" / "ddp" / "metrics.json").read_text()
     code = swept(recipe, tmp_path, *words)

@@ -52,9 +52,8 @@ def test_every_row_of_an_epoch_counts_once_whatever_is_repeated():
                 labels = torch.tensor(last).unsqueeze(1).repeat(1, 3)
                 kept = labels[~tokens_repeated(labels, None, left_over, rank)].reshape(-1, 3)[:, 0].tolist()
                 lengths = [draw.randint(1, 4) for _ in last]
-                flat = torch.tensor(
-                    [[row for row, n in zip(last, lengths, strict=True) for _ in range(n)] + [-100] * 2]
-                )
+                in_one = [row for row, n in zip(last, lengths, strict=True) for _ in range(n)]
+                flat = torch.tensor([[*in_one, -100, -100]])
                 in_one = flat[~tokens_repeated(flat, lengths, left_over, rank)].tolist()
                 assert list(dict.fromkeys(row for row in in_one if row != -100)) == list(dict.fromkeys(kept))
                 last = kept
