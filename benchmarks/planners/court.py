@@ -18,6 +18,7 @@ REQUIRED += ("head", "recipe")
 OF_TIMES = ("id", "source", "lab", "part", "gpu", "gpus", "model", "method", "strategy", "measured", "unit", "recipe")
 OPTIONAL = ("unknown", "ds", "per_node")  # what is not known of the row; changes of the ds_config; GPUs of a machine
 OPTIONAL += ("network",)  # GB/s of each GPU's share of the network, in times.yaml
+OPTIONAL += ("keeps_inputs",)  # packed products hold their inputs (other_trainers.py)
 BLIND = FOLDER / "blind"  # rows that were written down before any was predicted
 
 
@@ -65,7 +66,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 def job_of_row(row: dict[str, Any]) -> Job:
     """Raises Refusal where the planner does not take the recipe."""
-    from benchmarks.planners.other_trainers import KEY
+    from benchmarks.planners.other_trainers import KEPT, KEY
     from zero_recipes.config import recipe as recipes
     from zero_recipes.plan import job as plan_job
 
@@ -79,4 +80,5 @@ def job_of_row(row: dict[str, Any]) -> Job:
     if ds_config is not None:
         ds_config = ds_config | {"zero_optimization": ds_config["zero_optimization"] | row.get("ds", {})}
     config = config_of(row["model"]) | {KEY: row.get("head", "fused")}
+    config |= {KEPT: True} if row.get("keeps_inputs") else {}
     return plan_job.job_of(recipe, config, row["strategy"], ds_config, row["gpus"], row.get("per_node", 8))

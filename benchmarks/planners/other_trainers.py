@@ -14,6 +14,7 @@ import sys
 from zero_recipes.plan.simulator import parent
 
 KEY = "loss_head_of_row"  # in the job's model config, where model classes ignore it
+KEPT = "keeps_inputs_of_row"  # likewise
 HEADS = ("fused", "upcast", "upcast_shifted", "early_shifted", "shifted")
 # What is alive for each logit at the end of forward, log-softmax included; for rows that only formulas answer.
 BYTES_PER_LOGIT = {"upcast": 10, "upcast_shifted": 14, "early_shifted": 12, "shifted": 12}
@@ -37,12 +38,27 @@ def with_heads(worker):
 def with_head(build, job, *rest):
     """The trainer with the row's loss head. Each task has a process of its own: what is replaced stays replaced."""
     head = job.config.get(KEY, "fused")
+    if job.config.get(KEPT):
+        keep_inputs_of_packed_products()
     if head != "fused":
         from trl.trainer import sft_trainer
 
         sft_trainer.add_fused_lm_head = lambda *_, **__: None
         sft_trainer.SFTTrainer.compute_loss = lambda _, *arguments, **keywords: full_loss(head, *arguments, **keywords)
     return build(job, *rest)
+
+
+def keep_inputs_of_packed_products() -> None:
+    """bitsandbytes 0.42 (autograd/_functions.py, MatMul4Bit: `ctx.tensors = (A, B)`) held them for backward, unused."""
+    from bitsandbytes.autograd import _functions
+
+    forward = _functions.MatMul4Bit.forward
+
+    def keeping(ctx, inputs, *rest):
+        ctx.kept = inputs
+        return forward(ctx, inputs, *rest)
+
+    _functions.MatMul4Bit.forward = staticmethod(keeping)
 
 
 def full_loss(head, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -108,6 +108,9 @@ def test_activations_are_korthikantis_without_dropout():
     assert kept(activation_checkpointing=True) == layers * 2 * TOKENS * H + 32 * TOKENS * H + fused
     assert kept(activation_checkpointing=None) == kept(activation_checkpointing=True)  # TRL's default is to recompute
     assert kept(sequence_parallel_size=2) == kept() / 2
+    for dropout, inputs in ((0.1, 3), (0.0, 12)):  # frozen: of six inputs one, dropped out and with a mask, or all
+        by_hand = layers * ((20 + inputs) * TOKENS * H + fused) + 2 * 2 * TOKENS * H
+        assert kept(use_peft=True, lora_dropout=dropout) == by_hand
     llama = replace(job("zero3"), config=known_models()["meta-llama/Meta-Llama-3-8B"]["config"])
     # input, queries, keys, values, output; one sum per head; input, gate, up, SiLU, product; two norms
     by_hand = 2 * (4096 + 4096 + 2 * 1024 + 4096) + 4 * 32 + 2 * (4096 + 4 * 14336) + 2 * 2 * 4096

@@ -3,6 +3,7 @@
 And how far a job can grow. By predictions, never guessed.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -120,15 +121,12 @@ def limits_of(job: Job, capacity: int, predict: Predict, guess: Predict) -> Limi
 
 
 def largest(fits: Callable[[int], bool], most: int, start: int) -> int:
-    """The largest size up to `most` that fits, 0 for none: from `start` in growing steps, then by bisection."""
-    good, bad, step = 0, most + 1, max(1, start // 8)
-    size = min(max(start, 1), most)
-    while bad - good > 1:
-        good, bad = (size, bad) if fits(size) else (good, size)
-        beyond = min(good + step, most) if good else max(bad - step, 1)
-        size = (good + bad) // 2 if good and bad <= most else beyond
-        step *= 2
-    return good
+    """The largest size up to `most` that fits, 0 for none: by bisection, near `start` if it is there."""
+    low, high = 0, most
+    for size in (start * 3 // 4, start * 5 // 4):
+        if low < size < high:
+            low, high = (size, high) if fits(size) else (low, size - 1)
+    return low + bisect_left(range(low + 1, high + 1), True, key=lambda size: not fits(size))
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,8 @@ class Shape:
         # those in matrix products: all but the embedding's rows; of them, a mixture's that a token does not go to
         self.multiplied = self.parameters if tied else self.parameters - embedding.numel()
         self.idle = idle_weights(model)
+        adapted = sum(p.shape[-1] for name, p in model.named_parameters() if "lora_A" in name)
+        self.adapted = adapted / text.num_hidden_layers  # inputs of one layer's adapters
         self.layers, self.hidden, self.heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
         head_width = getattr(text, "head_dim", None) or self.hidden // self.heads
         self.query_width = self.heads * head_width
@@ -272,10 +274,19 @@ class Sizes:
         """One layer's activations (section 4.1: 34sbh + 5as²b, less dropout's masks, 2sbh and as²b). Eager attention
         keeps the scores, a·s²·b; fused attention keeps one fp32 sum per head and token."""
         shape, width, is_eager = self.shape, self.width, self.settings.attn_implementation == "eager"
-        attention = shape.hidden + 2 * shape.query_width + 2 * shape.kv_width
-        mlp = shape.hidden + (4 if shape.gated else 2) * shape.ffn
-        scores = (2 * width * self.length if is_eager else 4) * shape.heads * tokens
-        return width * tokens * (attention + mlp + 2 * shape.hidden) + scores
+        attention = 2 * shape.query_width + 2 * shape.kv_width
+        mlp = (3 if shape.gated else 1) * shape.ffn
+        scores = (2 * width * self.length if is_eager else 4) * shape.heads
+        return tokens * (width * (attention + mlp + 2 * shape.hidden) + scores + self.inputs())
+
+    def inputs(self) -> float:
+        """Bytes of a token that one layer's products keep of their inputs: the norms' outputs and the MLP's. Frozen
+        ones keep none; adapters keep dropout's output and its mask of bytes, or a copy in their own dtype."""
+        shape, settings, engine = self.shape, self.settings, self.job.ds_config is not None
+        if not (settings.use_peft and (settings.lora_dropout or not (engine or self.job.quantizes))):
+            return self.width * (2 * shape.hidden + shape.ffn)
+        copies = 2 if engine or self.job.quantizes or settings.precision != "fp32" else 4
+        return shape.adapted * (copies + (1 if settings.lora_dropout else 0))
 
     def phases(self) -> dict[str, dict[str, float]]:
         """{phase: {part: bytes}}. The loss head: fp32 gradients of its weight (V·h) and input (b·s·h). Autocast keeps
