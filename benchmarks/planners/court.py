@@ -15,9 +15,9 @@ READINGS = ("allocated", "reserved", "nvidia-smi", "not stated")
 METHODS = ("full", "lora", "qlora")
 REQUIRED = ("id", "source", "lab", "gpu", "gpus", "model", "method", "strategy", "measured", "unit", "read", "exact")
 REQUIRED += ("head", "recipe")
-OF_TIMES = ("id", "source", "lab", "part", "gpu", "gpus", "model", "method", "strategy", "measured", "unit", "recipe")
+OF_TIMES = ("id", "source", "lab", "gpu", "gpus", "model", "method", "strategy", "measured", "unit", "recipe")
 OPTIONAL = ("unknown", "ds", "per_node")  # what is not known of the row; changes of the ds_config; GPUs of a machine
-OPTIONAL += ("network",)  # GB/s of each GPU's share of the network, in times.yaml
+OPTIONAL += ("part", "network", "link")  # in times.yaml: GB/s of each GPU to other machines, to others of its machine
 OPTIONAL += ("keeps_inputs",)  # packed products hold their inputs (other_trainers.py)
 BLIND = FOLDER / "blind"  # rows that were written down before any was predicted
 
@@ -52,8 +52,8 @@ def measured_seconds(row: dict[str, Any], job: Job) -> float:
 
 
 def gpu_of(row: dict[str, Any]) -> Gpu:
-    gpu = gpus()[row["gpu"]]
-    return gpu.model_copy(update={"network_gb_s": row["network"]}) if "network" in row else gpu
+    links = {f"{kind}_gb_s": row[kind] for kind in ("network", "link") if kind in row}
+    return gpus()[row["gpu"]].model_copy(update=links)
 
 
 def config_of(name: str) -> dict[str, Any]:

@@ -15,13 +15,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.planners import court, estimators, other_trainers  # noqa: E402
+from benchmarks.planners import court, estimators, fit, other_trainers  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
 from zero_recipes.core.findings import Refusal  # noqa: E402
 from zero_recipes.core.host import library_versions  # noqa: E402
 from zero_recipes.metrics.schema import Prediction  # noqa: E402
 from zero_recipes.plan import predict as planner  # noqa: E402
-from zero_recipes.plan.cost import estimate  # noqa: E402
 from zero_recipes.plan.formulas import Sizes, overheads, predict_by_formulas, shape_of  # noqa: E402
 from zero_recipes.plan.job import Job  # noqa: E402
 from zero_recipes.plan.simulator import parent as simulation  # noqa: E402
@@ -39,7 +38,7 @@ def main() -> None:
     file, known = folder / "predictions.json", court.read_rows(folder / "rows.yaml")
     simulation.WORKER = ("-m", "benchmarks.planners.other_trainers")
     written = json.loads(file.read_text()) if file.is_file() else {"rows": {}}
-    written["times"] = {row["id"]: seconds_of(row) for row in court.read_rows(folder / "times.yaml")}
+    written["times"] = times_of(court.read_rows(folder / "times.yaml"), fits=not arguments.blind)
     if arguments.times:
         return write_json(file, written)
     rows = [row for row in known if wanted is None or row["id"] in wanted.split(",")]
@@ -67,12 +66,24 @@ def document(rows: list[dict[str, Any]], written: dict[str, Any], jobs: dict[str
     return {"versions": library_versions(), "rows": kept, "times": written["times"]}
 
 
-def seconds_of(row: dict[str, Any]) -> dict[str, list[float]]:
-    """[low, high] of a step and of its parts, as `zero-recipes plan --quick` has them."""
-    job = court.job_of_row(row)
-    speed = estimate(job, predict_by_formulas(job), court.gpu_of(row))
-    parts = ("step_seconds", "computing", "communicating", "waiting", "offloading")
-    return {part: [round(end, 4) for end in getattr(speed, part)] for part in parts}
+def times_of(published: list[dict[str, Any]], fits: bool) -> dict[str, dict[str, Any]]:
+    """{id: seconds of a step, [low, high], and of its parts, as `zero-recipes plan --quick` has them}. `fits`: the rows
+    fit times.yaml; "left_out" is then a plan's range whose constants and spread are fitted without the row's source."""
+    rows = fit.prepared(published)
+    with fit.shapes_at_hand(rows):
+        left_out = fit.left_out(rows) if fits else {}
+        speeds = {row["id"]: fit.planned(row) for row in rows}
+    parts = ("computing", "communicating", "waiting", "offloading")
+    return {
+        name: {"step_seconds": in_seconds(speed.step_seconds)}
+        | ({"left_out": in_seconds(left_out[name])} if fits else {})
+        | {part: round(getattr(speed, part), 4) for part in parts}
+        for name, speed in speeds.items()
+    }
+
+
+def in_seconds(ends: tuple[float, float]) -> list[float]:
+    return [round(end, 4) for end in ends]
 
 
 def digest(job: Job) -> str:

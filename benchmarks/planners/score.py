@@ -46,7 +46,7 @@ def main() -> None:
     predictions = json.loads((folder / "predictions.json").read_text())
     rows = scored(court.read_rows(folder / "rows.yaml"), predictions["rows"])
     times = scored_times(court.read_rows(folder / "times.yaml"), predictions["times"])
-    parts = ["all", *sorted({row["part"] for row in times})]
+    parts = ["all", *sorted({row["part"] for row in times if "part" in row})]
     names = dict.fromkeys(name for row in rows for name in row["errors"])
     document = {
         "groups": {
@@ -59,13 +59,16 @@ def main() -> None:
         "ranges": inside(rows),
         "rows": {row["id"]: {name: round(error, 4) for name, error in row["errors"].items()} for row in rows},
         "times": {
-            "parts": {part: held([row for row in times if part in ("all", row["part"])]) for part in parts},
+            "parts": {part: held([row for row in times if part in ("all", row.get("part"))]) for part in parts},
             "regimes": {
                 name: held([row for row in times if row["regime"] == name])
                 for name in sorted({r["regime"] for r in times})
             },
             "rows": {
-                row["id"]: {key: row[key] for key in ("regime", "part", "seconds", "planned", "error")} for row in times
+                row["id"]: {
+                    key: row[key] for key in ("regime", "seconds", "planned", "error", "left_out") if key in row
+                }
+                for row in times
             },
         },
     }
@@ -73,17 +76,21 @@ def main() -> None:
     for name, found in (document["groups"] | document["planners"]).items():
         print(f"{name:40} {found['rows']:3} rows, median {found['median']:.1%}, worst {found['worst']:+.1%}")
     print(json.dumps(document["cached"] | document["ranges"]))
-    held_now = {name: [found["held"], found["rows"]] for name, found in document["times"]["regimes"].items()}
+    held_now = {
+        name: [found["held"], found["rows"], found.get("left_out")]
+        for name, found in document["times"]["regimes"].items()
+    }
     if not blind and constants()["holds"] != held_now:
         print(f"zero_recipes/plan/times.yaml: `holds` is of other predictions: {held_now}")
     if not blind and sorted({row["gpu"] for row in times}) != constants()["cards"]:
         print("zero_recipes/plan/times.yaml: `cards` are others")
     for name, found in (document["times"]["parts"] | document["times"]["regimes"]).items():
-        print(f"times: {name:33} {found['rows']:3} rows, held {found['held']}, median {found['median']:.1%}")
+        counts = f"held {found['held']}, left out {found.get('left_out')}"
+        print(f"times: {name:33} {found['rows']:3} rows, {counts}, median {found['median']:.1%}")
 
 
 def scored_times(published: list[dict[str, Any]], predictions: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of times.yaml, with the middle of the planned range over the measured seconds, less one."""
+    """The rows of times.yaml, with the geometric middle of the planned range over the measured seconds, less one."""
     rows = []
     for row in published:
         job, (low, high) = court.job_of_row(row), predictions[row["id"]]["step_seconds"]
@@ -91,22 +98,26 @@ def scored_times(published: list[dict[str, Any]], predictions: dict[str, Any]) -
         found = {
             "seconds": round(seconds, 3),
             "planned": [low, high],
-            "error": round((low + high) / 2 / seconds - 1, 4),
+            "error": round((low * high) ** 0.5 / seconds - 1, 4),
         }
+        left_out = predictions[row["id"]].get("left_out")
+        if left_out is not None:
+            found["left_out"] = left_out[0] <= seconds <= left_out[1]
         rows.append(row | found | {"regime": regime_of(job)})
     return rows
 
 
 def held(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many measured seconds lie in the planned range."""
+    """How many measured seconds lie in the planned range, and in one that is fitted without the row's source."""
     worst = max(rows, key=lambda row: abs(row["error"]))
+    left_out = {"left_out": sum(row["left_out"] for row in rows)} if "left_out" in rows[0] else {}
     return {
         "rows": len(rows),
         "held": sum(row["planned"][0] <= row["seconds"] <= row["planned"][1] for row in rows),
         "median": round(statistics.median(abs(row["error"]) for row in rows), 4),
         "worst": worst["error"],
         "worst_row": worst["id"],
-    }
+    } | left_out
 
 
 def scored(rows: list[dict[str, Any]], predictions: dict[str, Any]) -> list[dict[str, Any]]:

@@ -127,10 +127,7 @@ def test_every_storage_is_counted_once_and_until_its_end():
     assert tracker.at_peak["backward"]["grads"] == 512 and tracker.at_peak["backward"]["activations"] == 2048
 
 
-def test_numbers_are_answered_as_in_a_healthy_step_and_matrix_products_are_counted():
-    with FakeTensorMode(), Observed() as observed:
+def test_numbers_are_answered_as_in_a_healthy_step():
+    with FakeTensorMode(), Observed():
         assert torch.empty(1).item() == 0.0 and torch.empty(1, dtype=torch.uint8).item() == 0
         assert torch.empty(1, dtype=torch.int64).item() == 1 and not torch.empty(1, dtype=torch.bool)
-        observed.counts_flops = True
-        torch.empty(3, 4) @ torch.empty(4, 5) + 1
-    assert observed.flops == 2 * 3 * 4 * 5

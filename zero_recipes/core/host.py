@@ -214,7 +214,6 @@ def cpu_name() -> str:
 FP32_SHARE = 1 / 16  # of the bf16 figure: A100 19.5 of 312, without TF32 (torch's default)
 OWN = Path(__file__).with_name("hardware.yaml")
 Positive = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Gpu(BaseModel):
@@ -233,7 +232,6 @@ class Gpu(BaseModel):
     link_gb_s: Positive
     host_gb_s: Positive
     network_gb_s: Positive
-    achievable: tuple[Share, Share]
     source: Annotated[str, Field(min_length=1)]
 
     @property

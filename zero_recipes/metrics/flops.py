@@ -33,10 +33,12 @@ class ModelFlops:
     trained: float  # of them, those that get a gradient
     attention: dict[int | None, int]
 
-    def of_step(self, tokens: float, squares: Iterable[float]) -> float:
-        """FLOPs of forward and backward. `tokens`: without padding; `squares`: over all rows, by `attention`'s keys."""
-        looked_at = zip(self.attention.values(), squares, strict=True)
-        return (4 * self.weights + 2 * self.trained) * tokens + 3 * sum(width * square for width, square in looked_at)
+    def of_step(self, tokens: float, squares: Iterable[float], again: float = 0, attention_again: float = 0) -> float:
+        """FLOPs of forward and backward. `tokens`: without padding; `squares`: over all rows, by `attention`'s keys;
+        `again`, `attention_again`: how many forward passes of products and of attention are computed besides."""
+        looked_at = sum(width * square for width, square in zip(self.attention.values(), squares, strict=True))
+        products = (4 + 2 * again) * self.weights + 2 * self.trained
+        return products * tokens + (3 + attention_again) * looked_at
 
     def of_rows(self, lengths: Iterable[float]) -> float:
         """FLOPs of forward and backward of rows of these lengths, in tokens; packed rows each by itself."""
@@ -69,13 +71,6 @@ def model_flops(
                 weights += times * math.prod(shape)
                 trained += times * math.prod(shape) * weight.requires_grad
     return ModelFlops(weights, trained, _attention(config))
-
-
-def idle_weights(model: torch.nn.Module) -> int:
-    """Weights of a mixture's experts that a token does not go to; 0 of a dense model."""
-    share = _active_share(model.config.get_text_config())
-    held = sum(weight.numel() for name, weight in model.named_parameters() if "experts" in name.split("."))
-    return round((1 - share) * held)
 
 
 def active_experts(config) -> tuple[int, int]:

@@ -167,7 +167,7 @@ def rows_of(request: PlanRequest, jobs: Sequence[Job], predict: Predict, factor:
 
 def fewest_gpus(rows: Sequence[Row], with_offload: bool = True) -> int | None:
     """The fewest GPUs on which a strategy fits."""
-    fitting = [row for row in rows if row.runs and (with_offload or not row.speed.offloading[1])]
+    fitting = [row for row in rows if row.runs and (with_offload or not row.speed.offloading)]
     return min((row.job.world_size for row in fitting), default=None)
 
 

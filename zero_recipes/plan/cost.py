@@ -1,8 +1,9 @@
 """How long a step takes and what a run costs: a range, from counted FLOPs and bytes, the GPU's figures (hardware.yaml)
 and what hosts and links take (times.yaml). benchmarks/planners/ says how many published times the range holds;
-`--calibrate metrics.json` takes the share that a measured run reached instead.
+`--calibrate metrics.json` takes what a measured run took instead.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from zero_recipes.core.host import Gpu
 from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import ContractError, Metrics, Prediction, read_part
-from zero_recipes.plan.formulas import DEFAULT_BUCKET, shape_of
+from zero_recipes.plan.formulas import DEFAULT_BUCKET, Sizes, shape_of
 from zero_recipes.plan.job import Job, PlanRequest, job_of
 from zero_recipes.plan.predict import Predict
 
@@ -25,7 +26,7 @@ Range = tuple[float, float]  # low, high
 TIMES = Path(__file__).with_name("times.yaml")
 ADAM_BYTES = 30  # read and written per parameter: master, moments, gradient in; master, moments, 16-bit weight out
 UNPACKED_BYTES = 2 + 9 / 16  # read and written per weight of 4 bits, for each product
-LONG = 2048  # tokens of one GPU in a pass: fewer leave the host less than it needs
+LONG = 2048  # tokens of one GPU in a pass
 DDP_BUCKET = 25 * 2**20  # bytes; torch's bucket_cap_mb
 CALIBRATED = 0.10  # to either side of a range that a measured run of the same kind has set
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # train_sampling_strategy: rows of a micro batch are alike
@@ -36,19 +37,21 @@ def constants() -> dict:
     return yaml.safe_load(TIMES.read_text())
 
 
-def measured(name: str) -> Range:
-    """A constant of times.yaml: as fast machines have it, as slow ones do."""
-    return tuple(constants()[name]["range"])
+def constant(name: str) -> float:
+    return constants()[name]["value"]
+
+
+def passes_of(job: Job) -> str:
+    """Of times.yaml's `spread`. Short passes leave the host less time than it needs."""
+    tokens = job.settings.per_device_train_batch_size * (job.settings.max_length or LONG) / job.sequence_parallel
+    return "long passes" if tokens >= LONG else "short passes"
 
 
 def regime_of(job: Job) -> str:
     """Of times.yaml's `holds`: jobs whose published times were compared together."""
     if job.zero.offloads:
         return "offload"
-    if job.world_size > job.gpus_per_node:
-        return "several machines"
-    tokens = job.settings.per_device_train_batch_size * (job.settings.max_length or LONG)
-    return "one machine, long passes" if tokens >= LONG else "one machine, short passes"
+    return "several machines" if job.world_size > job.gpus_per_node else f"one machine, {passes_of(job)}"
 
 
 def how_good(job: Job, gpu: Gpu) -> str:
@@ -60,9 +63,11 @@ def how_good(job: Job, gpu: Gpu) -> str:
     if any(lacking.values()):
         return f"No step time of {', '.join(name for name in lacking if lacking[name])} is published to compare with."
     regime = regime_of(job)
-    held, rows = constants()["holds"][regime]
-    blind = "; of blind rows {} of {}".format(*constants()["blind"][regime]) if regime in constants()["blind"] else ""
-    return f"Step: holds {held} of {rows} published times of its kind ({regime}){blind}."
+    held, rows, left_out = constants()["holds"][regime]
+    return (
+        f"Step: holds {held} of {rows} published times of its kind ({regime}), {left_out} by ranges fitted without "
+        "their source."
+    )
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
@@ -93,19 +98,19 @@ def padded_together(job: Job) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one optimizer step, all ranks at work together. Seconds are (low, high)."""
+    """Of one optimizer step, all ranks at work together. Ranges are (low, high)."""
 
     step_seconds: Range
-    computing: Range
-    communicating: Range  # what is not hidden behind the computation
-    waiting: Range  # GPUs for Python and launches, beyond what they compute and send meanwhile
-    offloading: Range
+    computing: float  # seconds
+    communicating: float  # seconds that are not hidden behind the computation
+    waiting: float  # seconds of GPUs for Python and launches, beyond what they compute and send meanwhile
+    offloading: float  # seconds that are not hidden behind the computation
     tokens_per_step: int  # of all ranks, without padding
     mfu: Range
 
     @property
     def middle(self) -> float:
-        return sum(self.step_seconds) / 2
+        return math.sqrt(math.prod(self.step_seconds))  # of a range of factors
 
     @property
     def tokens_per_second(self) -> Range:
@@ -119,17 +124,17 @@ def estimate(
     """`factor`: from `calibrated`. `rows`: None where every sequence is taken to be as long as it may be."""
     tokens, flops, computed = sequence_of(job, prediction.max_length, rows)
     peak = gpu.peak_flops("tf32" if prediction.precision == "fp32" and job.settings.tf32 else prediction.precision)
-    needed, (slow, fast) = computed * prediction.flops_per_step, gpu.achievable
-    moved = _memory_bytes(job, prediction) / (gpu.memory_gb_s * 1e9)
-    shares = zip((fast, slow), measured("memory_share"), strict=True)
-    computing = tuple(needed / (peak * share) + moved / memory for share, memory in shares)
+    moved = _memory_bytes(job, prediction) + computed * _activation_bytes(job)
+    computing = computed * prediction.flops_per_step / peak / constant("achievable")
+    computing += moved / (gpu.memory_gb_s * 1e9 * constant("memory_share"))
     communicating = _communicating(job, prediction, gpu, computing)
-    busy = [sum(ends) for ends in zip(computing, communicating, strict=True)]
-    waiting = tuple(max(0.0, host - gpus) for host, gpus in zip(_hosting(job), busy, strict=True))
-    offloading = _offloading(job, prediction, gpu)
-    low, high = (sum(ends) for ends in zip(busy, waiting, offloading, strict=True))
+    waiting = max(0.0, _hosting(job) - computing - communicating)
+    offloading = _offloading(job, prediction, gpu, computing)
+    beside, spread = computing + communicating + waiting, constants()["spread"]
+    ends = zip(spread[passes_of(job)], spread["offload"], strict=True)
+    low, high = (by_regime * beside + by_host * offloading for by_regime, by_host in ends)
     if factor is not None:
-        middle = factor * sum((low, high)) / 2
+        middle = factor * math.sqrt(low * high)
         low, high = middle * (1 - CALIBRATED), middle * (1 + CALIBRATED)
     sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps / job.sequence_parallel
     used, tokens = sequences * flops / peak, round(sequences * prediction.world_size * tokens)
@@ -137,34 +142,38 @@ def estimate(
 
 
 def _memory_bytes(job: Job, prediction: Prediction) -> float:
-    """What a GPU reads and writes beside matrix products: for Adam, and to unpack weights of 4 bits."""
+    """What a GPU reads and writes for Adam, and to unpack weights of 4 bits."""
     share = prediction.trainable_parameters / (prediction.world_size if prediction.zero_stage or job.is_fsdp else 1)
     adam = share * ADAM_BYTES if prediction.model_state_bytes.optimizer else 0
     passes = job.settings.gradient_accumulation_steps * (3 if job.recomputes else 2)
     return adam + (passes * UNPACKED_BYTES * prediction.parameters if job.quantizes else 0)
 
 
-def _hosting(job: Job) -> Range:
+def _activation_bytes(job: Job) -> float:
+    """What a GPU reads and writes between matrix products: norms, activations, residuals, scores of eager attention."""
+    sizes = Sizes(job, shape_of(job.config, job.settings))
+    passes = sizes.passes * (3 + job.recomputes)  # backward counts twice
+    return passes * constant("activation_traffic") * sizes.shape.layers * sizes.layer(sizes.tokens)
+
+
+def _hosting(job: Job) -> float:
     """Seconds of Python and launches in one step, which goes on beside the GPU's work."""
     shape, stage = shape_of(job.config, job.settings), job.zero_stage or 0
-    trained = sum(tensor.trained for tensor in shape.tensors)
     rounds = 3 if job.recomputes else 2  # forward, backward, recomputation
     times = {
         "layer_seconds": rounds * shape.layers,
-        "adapter_seconds": rounds * trained if job.settings.use_peft else 0,
         "gather_seconds": rounds * len(shape.tensors) if stage == 3 else 0,
-        "reduce_seconds": trained if stage else 0,
+        "reduce_seconds": sum(tensor.trained for tensor in shape.tensors) if stage else 0,
     }
-    passes = job.settings.gradient_accumulation_steps
-    return tuple(passes * sum(count * measured(name)[end] for name, count in times.items()) for end in (0, 1))
+    return job.settings.gradient_accumulation_steps * sum(count * constant(name) for name, count in times.items())
 
 
-def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range) -> Range:
+def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: float) -> float:
     """Seconds that the computation waits for collectives: ring algorithms over the slowest link between the ranks.
     Between machines rings go through every network card of a machine."""
     ranks, moved = job.world_size, prediction.communication_bytes_per_step
     if ranks == 1:
-        return 0.0, 0.0
+        return 0.0
     one_node = ranks <= job.gpus_per_node
     bandwidth = 1e9 * (gpu.link_gb_s if one_node else min(gpu.network_gb_s * job.gpus_per_node, gpu.link_gb_s))
     times = {name: 2 if name.startswith("all_reduce") else 1 for name in moved}
@@ -173,21 +182,13 @@ def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range)
         around["all_gather"] *= 1 / 2 + 1 / 2 * bandwidth / (1e9 * gpu.link_gb_s)
     passes = 1 if job.ds_config is None and not job.is_fsdp else job.settings.gradient_accumulation_steps
     calls = {name: max(passes, size / _bytes_of_call(job, name)) for name, size in moved.items() if size}
-
-    def waited(end: int) -> float:
-        each = {
-            name: size / bandwidth / measured("link_share")[end] + calls[name] * measured("call_seconds")[end]
-            for name, size in around.items()
-            if size
-        }
-        beside = {name: seconds for name, seconds in each.items() if overlaps(job, name)}
-        # a pass begins with a gather and ends with a reduction, which have no computation beside them
-        bare = sum(seconds * passes / calls[name] for name, seconds in beside.items())
-        bare = max(bare, measured("bare_at_stage_3")[end] * sum(beside.values()) if job.zero_stage == 3 else 0)
-        hidden = window(job) * measured("hidden")[end] * computing[end]
-        return sum(each.values()) - sum(beside.values()) + max(bare, sum(beside.values()) - hidden)
-
-    return tuple(sorted(map(waited, (0, 1))))
+    each = {
+        name: around[name] / bandwidth / constant("link_share") + count * constant("call_seconds")
+        for name, count in calls.items()
+    }
+    # a pass begins with a gather and ends with a reduction, which have no computation beside them
+    bare = sum(seconds * passes / calls[name] for name, seconds in each.items())
+    return max(bare, sum(each.values()) - window(job) * constant("hidden") * computing)
 
 
 def _bytes_of_call(job: Job, collective: str) -> float:
@@ -211,30 +212,18 @@ def _bytes_of_call(job: Job, collective: str) -> float:
 
 
 def window(job: Job) -> float:
-    """Share of a step's computation that collectives may go on behind. Stage 3 and FSDP2: all of it. DDP reduces behind
-    the last backward alone (accelerate's `no_sync`)."""
-    if job.zero_stage == 3 or job.is_fsdp:
-        return 1
+    """Share of a step's computation that collectives may go on behind. FSDP2: all of it. DDP reduces behind the last
+    backward alone (accelerate's `no_sync`). Not with DeepSpeed 0.19.8: stage 0 reduces after the last backward
+    (runtime/engine.py); stages 1 and 2 keep backward waiting for each reduction although overlap_comm is on
+    (zero/stage_1_and_2.py `average_tensor`, DeepSpeed#8364), and gather after the step; stage 3 gathers ahead, but in
+    published times nothing of its collectives is hidden."""
+    if job.ds_config is not None:
+        return 0
     backward = 3 / 4 if job.recomputes else 2 / 3  # of forward, backward and recomputation
-    return backward / job.settings.gradient_accumulation_steps
+    return 1 if job.is_fsdp else backward / job.settings.gradient_accumulation_steps
 
 
-def overlaps(job: Job, collective: str) -> bool:
-    """Whether `collective` ("all_reduce", "all_gather"...) goes on beside the computation: DDP's and FSDP2's do.
-
-    DeepSpeed 0.19.8: stage 0 reduces after the last backward (runtime/engine.py). Stages 1 and 2 keep backward waiting
-    for each reduction although overlap_comm is on (zero/stage_1_and_2.py `average_tensor`, DeepSpeed#8364), and
-    gather after the step. Stage 3 (overlap_comm is its default) gathers ahead where stage3_prefetch_bucket_size is not
-    0 (partitioned_param_coordinator.py), and reduces on another stream.
-    """
-    if job.ds_config is None:
-        return True
-    zero = job.zero.zero
-    ahead = zero.get("stage3_prefetch_bucket_size") != 0 or not collective.startswith("all_gather")
-    return job.zero_stage == 3 and zero.get("overlap_comm", True) is not False and ahead
-
-
-def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
+def _offloading(job: Job, prediction: Prediction, gpu: Gpu, computing: float) -> float:
     """Seconds for what crosses the host link, for Adam on the CPU, and for NVMe; all ranks of a node share these two.
     On NVMe a step reads and writes the optimizer's 12 bytes a parameter and its gradient (4), reads the parameters (2)
     for each forward and backward, and writes them once. Nothing is taken to overlap."""
@@ -246,7 +235,7 @@ def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
     swapped = 2 * 16 * trained * here if zero.offload_optimizer == "nvme" else 0
     swapped += 2 * (2 * passes + 1) * held * here if zero.offload_param == "nvme" else 0
     parts = {"host_share": crossing / (gpu.host_gb_s * 1e9), "cpu_adam": updated, "nvme": swapped}
-    return tuple(sum(size / measured(name)[end] for name, size in parts.items()) for end in (0, 1))
+    return sum(size / constant(name) for name, size in parts.items())
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from zero_recipes.checks import capacity
 from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import library_error_as_finding
-from zero_recipes.metrics.flops import active_experts, idle_weights, model_flops
+from zero_recipes.metrics.flops import active_experts, model_flops, squares
 from zero_recipes.metrics.schema import PARTS, CheckpointBytes, HostBytes, ModelStateBytes, Prediction, ReservedRange
 from zero_recipes.plan.job import Job
 from zero_recipes.theory.zero_paper import FP32, MIXED, ModelState, model_state_bytes
@@ -86,9 +86,8 @@ class Shape:
         self.tensors = tuple(capacity.SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters())
         self.parameters = sum(tensor.size for tensor in self.tensors)
         self.trainable = sum(tensor.size for tensor in self.tensors if tensor.trained)
-        # those in matrix products: all but the embedding's rows; of them, a mixture's that a token does not go to
+        # those in matrix products: all but the embedding's rows
         self.multiplied = self.parameters if tied else self.parameters - embedding.numel()
-        self.idle = idle_weights(model)
         adapted = sum(p.shape[-1] for name, p in model.named_parameters() if "lora_A" in name)
         self.adapted = adapted / text.num_hidden_layers  # inputs of one layer's adapters
         self.layers, self.hidden, self.heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
@@ -312,11 +311,14 @@ class Sizes:
         return phases
 
     def flops(self) -> int:
-        """Of one rank and optimizer step: 2 per weight and token forward, 4 backward (2 where weights are frozen), 2
-        again with recomputation; attention 4·s·(heads x width) per layer, token and pass (appendix A)."""
-        shape, tokens, again = self.shape, self.tokens * self.passes, 1 if self.job.recomputes else 0
-        products = 2 * (shape.multiplied - shape.idle) * tokens * ((2 if self.settings.use_peft else 3) + again)
-        return int(products + 4 * shape.layers * self.length * shape.query_width * tokens * (3 + again))
+        """Of one rank and optimizer step: what metrics/flops.py counts, and the forward pass again with recomputation.
+        Eager attention computes the whole square of a row. Kernels compute the half that a causal row looks at, and in
+        backward its scores once more (arXiv:2307.08691, section 3.1)."""
+        model, rows = self.shape.flops, self.tokens * self.passes / self.length
+        is_eager = self.settings.attn_implementation == "eager"
+        seen = [2 * self.length**2 if is_eager else squares(self.length, window) for window in model.attention]
+        again = int(self.job.recomputes)
+        return int(rows * model.of_step(self.length, seen, again, again if is_eager else again + 1 / 2))
 
     def host(self) -> tuple[float, float]:
         """Of one rank, (while loading, in training): weights (below stage 3, unless the file is mapped as it is), and

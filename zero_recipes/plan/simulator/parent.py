@@ -128,8 +128,7 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
     states = [rank["model_state_bytes"] for rank in ranks]
     most["model_state_bytes"] = ModelStateBytes(**{part: max(s[part] for s in states) for part in states[0]})
     most |= {"source": "engine", "max_length": job.settings.max_length, "notes": []}
-    if job.sequence_parallel > 1:  # its tokens look at the whole sequence
-        most["flops_per_step"] += sizes.flops() - Sizes(_own_sequences(job), sizes.shape).flops()
+    most["flops_per_step"] = sizes.flops()
     return prediction_of(job, sizes.weights, sizes.terms.saved, host, **most)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from zero_recipes.core.host import pinned_bytes
 from zero_recipes.metrics.schema import PARTS
@@ -49,7 +48,6 @@ class Observed(TorchDispatchMode):
     def __init__(self, *trackers: "LiveStorages"):
         super().__init__()
         self.trackers = trackers
-        self.counts_flops, self.flops = False, 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -64,9 +62,6 @@ class Observed(TorchDispatchMode):
         if func in VIEWS:
             return view_of(func, args, kwargs)
         out = func(*args, **kwargs)
-        count = flop_registry.get(func._overloadpacket) if self.counts_flops else None
-        if count is not None:
-            self.flops += int(count(*args, **kwargs, out_val=out))
         leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out) if isinstance(out, (tuple, list)) else ()
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):

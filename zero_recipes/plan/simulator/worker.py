@@ -126,7 +126,7 @@ def train_two_steps(job: Job, folder: str) -> dict:
     observed = Observed(tracker, host) if on_gpu else Observed(tracker)
     with FakeTensorMode(allow_non_fake_inputs=True), observed:
         trainer = _trainer(job, strategy, training_args, model_args)
-        trainer.watch = watch = Watch(trainer, strategy, observed, tracker, host, accumulation)
+        trainer.watch = watch = Watch(trainer, strategy, tracker, host, accumulation)
         trainer.add_callback(watch)
         trainer.train()
         if job.settings.evaluates:
@@ -212,14 +212,13 @@ class Watch(TrainerCallback):
         self,
         trainer: WatchedSFTTrainer,
         strategy: Strategy,
-        observed: Observed,
         tracker: LiveStorages,
         host: LiveStorages,
         accumulation: int,
     ):
         """`accumulation`: micro steps of a step in the recipe; at most two are simulated, others are as the first."""
         self.accumulation, self.simulated = accumulation, min(accumulation, 2)
-        self.trainer, self.strategy, self.observed = trainer, strategy, observed
+        self.trainer, self.strategy = trainer, strategy
         self.tracker, self.host = tracker, host
         self.parameters, self.trainable = parameter_counts(trainer.model)
         self.bytes: dict[str, int] = {}  # allocated after each phase: what StateProbe records
@@ -260,7 +259,6 @@ class Watch(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if self.done == 1:
             self.probe.attach()
-            self.observed.counts_flops = True
 
     def on_step_end(self, args, state, control, **kwargs):
         self.tracker.enter("between")
@@ -279,7 +277,7 @@ class Watch(TrainerCallback):
 
     def evaluate(self, rows: Dataset) -> None:
         """One batch of an evaluation, as the Trainer's loop takes it."""
-        trainer, self.observed.counts_flops = self.trainer, False
+        trainer = self.trainer
         trainer.token_weights.begin_evaluation()
         batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader(rows))))
         self.tracker.enter("evaluation")
@@ -315,7 +313,6 @@ class Watch(TrainerCallback):
             "host_load": self.host_load,
             "host_training": max(self.host.peaks.values(), default=0),
             "communication_bytes_per_step": self._communication(),
-            "flops_per_step": self.observed.flops // self.simulated * self.accumulation,
         }
 
     def _communication(self) -> dict[str, int]:

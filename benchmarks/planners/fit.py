@@ -1,0 +1,132 @@
+"""What published rows decide of zero_recipes/plan/times.yaml: python benchmarks/planners/fit.py prints it.
+
+Constants: those of FITTED, by coordinate search for the least mean of |log(planned / measured)|, every source with the
+weight of the root of its rows. Ranges: measured over planned at the quantiles LEVELS, every source with the same
+weight; of fewer than FEW sources the least and the most that a row shows, and WIDER. `left_out` fits both once for each
+source, without its rows: what a plan would have printed for a source that nobody has seen.
+"""
+
+import math
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.planners import court
+from zero_recipes.plan import cost
+from zero_recipes.plan.formulas import predict_by_formulas, shape_of
+
+FITTED = ("achievable", "activation_traffic", "layer_seconds", "gather_seconds", "cpu_adam")
+LEVELS = (0.1, 0.9)
+FEW, WIDER = 8, 1.25
+STEPS = (0.4, 0.1, 0.03)  # of the search, in logarithms
+Row = dict[str, Any]  # of times.yaml, with its job, prediction, card and seconds
+
+
+def prepared(rows: list[Row]) -> list[Row]:
+    found = []
+    for row in rows:
+        job = court.job_of_row(row)
+        more = {"job": job, "prediction": predict_by_formulas(job), "card": court.gpu_of(row)}
+        found.append(row | more | {"seconds": court.measured_seconds(row, job)})
+    return found
+
+
+@contextmanager
+def shapes_at_hand(rows: list[Row]) -> Iterator[None]:
+    """A fit plans each row a thousand times."""
+    known = {id(row["job"].config): shape_of(row["job"].config, row["job"].settings) for row in rows}
+    cost.shape_of = lambda config, settings: known[id(config)]
+    try:
+        yield
+    finally:
+        cost.shape_of = shape_of
+
+
+@contextmanager
+def using(constants: dict[str, Any]) -> Iterator[None]:
+    read, cost.constants = cost.constants, lambda: constants
+    try:
+        yield
+    finally:
+        cost.constants = read
+
+
+def planned(row: Row) -> cost.Speed:
+    return cost.estimate(row["job"], row["prediction"], row["card"])
+
+
+def fitted(rows: list[Row], start: dict[str, Any]) -> dict[str, Any]:
+    """`start` (times.yaml) with other values and spreads."""
+    found = start | {name: dict(start[name]) for name in FITTED} | {"spread": dict.fromkeys(start["spread"], (1, 1))}
+    rows_of = Counter(row["source"] for row in rows)
+
+    def error() -> float:
+        return sum(abs(math.log(planned(row).middle / row["seconds"])) / rows_of[row["source"]] ** 0.5 for row in rows)
+
+    with using(found):
+        least = error()
+        for step in STEPS:
+            moved = True
+            while moved:
+                moved = False
+                for name in FITTED:
+                    for factor in (math.exp(step), math.exp(-step)):
+                        before = found[name]["value"]
+                        found[name]["value"] = before * factor
+                        now = error()
+                        if now < least * (1 - 1e-4):
+                            least, moved = now, True
+                        else:
+                            found[name]["value"] = before
+        found["spread"] = spreads(rows, start["spread"])
+    return found
+
+
+def spreads(rows: list[Row], regimes: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Measured over planned, by regime."""
+    ratios: dict[str, dict[str, list[float]]] = {regime: defaultdict(list) for regime in regimes}
+    for row in rows:
+        speed = planned(row)
+        beside = speed.middle - speed.offloading
+        if not speed.offloading:
+            ratios[cost.passes_of(row["job"])][row["source"]].append(row["seconds"] / speed.middle)
+        elif row["seconds"] > 1.5 * beside:
+            ratios["offload"][row["source"]].append((row["seconds"] - beside) / speed.offloading)
+    return {name: tuple(quantile(by_source, level) for level in LEVELS) for name, by_source in ratios.items()}
+
+
+def quantile(by_source: dict[str, list[float]], level: float) -> float:
+    """Of all values, those of each source together with the same weight."""
+    weighted = sorted((value, 1 / len(values)) for values in by_source.values() for value in values)
+    if len(by_source) < FEW:
+        return weighted[0][0] / WIDER if level < 1 / 2 else weighted[-1][0] * WIDER
+    below = [sum(weight for _, weight in weighted[: place + 1]) for place in range(len(weighted))]
+    return next(value for (value, _), sum_of in zip(weighted, below, strict=True) if sum_of >= level * len(by_source))
+
+
+def left_out(rows: list[Row]) -> dict[str, tuple[float, float]]:
+    """{id of a row: its range by a fit without the rows of its source}."""
+    found = {}
+    for source in sorted({row["source"] for row in rows}):
+        with using(fitted([row for row in rows if row["source"] != source], cost.constants())):
+            found |= {row["id"]: planned(row).step_seconds for row in rows if row["source"] == source}
+    return found
+
+
+def main() -> None:
+    rows = prepared(court.read_rows(court.FOLDER / "times.yaml"))
+    with shapes_at_hand(rows):
+        found = fitted(rows, cost.constants())
+    for name in FITTED:
+        print(f"{name}: {found[name]['value']:.3g}")
+    for name, ends in found["spread"].items():
+        print(f"{name}: [{ends[0]:.2f}, {ends[1]:.2f}]")
+
+
+if __name__ == "__main__":
+    main()
