@@ -61,13 +61,12 @@ def how_good(job: Job, gpu: Gpu) -> str:
     lacking = {"NVMe": job.on_nvme, "ZeRO++": plus_plus, "Ulysses": job.sequence_parallel > 1}
     lacking |= {gpu.name: gpu.name not in constants()["cards"]}
     if any(lacking.values()):
-        return f"No step time of {', '.join(name for name in lacking if lacking[name])} is published to compare with."
+        return f"Step: not fitted to any published time of {', '.join(name for name in lacking if lacking[name])}."
     regime = regime_of(job)
     held, rows, left_out = constants()["holds"][regime]
-    return (
-        f"Step: holds {held} of {rows} published times of its kind ({regime}), {left_out} by ranges fitted without "
-        "their source."
-    )
+    blind = "; of blind rows {} of {}".format(*constants()["blind"][regime]) if regime in constants()["blind"] else ""
+    kind = f"published times of its kind ({regime})"
+    return f"Step: holds {held} of {rows} {kind}, {left_out} by ranges fitted without their source{blind}."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
