@@ -2,7 +2,7 @@
 
 The engine is simulated where the planner can, as `zero-recipes plan` does; the formulas answer elsewhere. A row that
 stands in predictions.json already with the same job and the same planner is left alone; `--rows a,b` takes some only.
-What was measured is not read here. Steps' times (times.yaml) are all by formulas: `--times` predicts them alone.
+What was measured of memory is not read here. `--times` predicts steps' times (times.yaml) instead, all by formulas.
 `--blind` predicts the rows of blind/ instead.
 """
 
@@ -31,16 +31,16 @@ AT_ONCE = 4  # rows of one child process
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", help="ids by comma; all without it")
-    parser.add_argument("--times", action="store_true", help="steps' times alone")
+    parser.add_argument("--times", action="store_true", help="steps' times")
     parser.add_argument("--blind", action="store_true", help="the rows of blind/")
     arguments = parser.parse_args()
     wanted, folder = arguments.rows, court.BLIND if arguments.blind else court.FOLDER
     file, known = folder / "predictions.json", court.read_rows(folder / "rows.yaml")
     simulation.WORKER = ("-m", "benchmarks.planners.other_trainers")
-    written = json.loads(file.read_text()) if file.is_file() else {"rows": {}}
-    written["times"] = times_of(court.read_rows(folder / "times.yaml"), fits=not arguments.blind)
+    written = json.loads(file.read_text()) if file.is_file() else {"rows": {}, "times": {}}
     if arguments.times:
-        return write_json(file, written)
+        times = times_of(court.read_rows(folder / "times.yaml"), fits=not arguments.blind)
+        return write_json(file, written | {"times": times})
     rows = [row for row in known if wanted is None or row["id"] in wanted.split(",")]
     jobs = {row["id"]: court.job_of_row(row) for row in rows}
     todo = [row for row in rows if written["rows"].get(row["id"], {}).get("job") != digest(jobs[row["id"]])]
