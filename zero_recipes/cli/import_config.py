@@ -22,6 +22,8 @@ from zero_recipes.config.keys import FORMATS
 from zero_recipes.core.files import write_text
 from zero_recipes.core.findings import finding, raise_errors, refusal
 
+FIRST = {"model_name_or_path": 0, "datasets": 1}  # of a recipe's keys
+
 
 @cache
 def table(name: str) -> dict[str, Any]:
@@ -43,15 +45,17 @@ class Draft:
             merged = self.recipe[key][0] | value if isinstance(value, dict) and key in self.recipe else value
             self.recipe[key] = merged, why
 
-    def said(self) -> list[str]:
-        told = {"not done here": self.loses, "another training": self.changes, "the same": self.note}
-        return [f"{title}: {key}: {effect}" for title, items in told.items() for key, effect in items.items()]
+    def remarks(self) -> list[str]:
+        titles = {"not done here": self.loses, "another training": self.changes, "note": self.note}
+        return [f"{title}: {key}: {effect}" for title, items in titles.items() for key, effect in items.items()]
 
     def text(self) -> str:
-        lines = [f"# {line}" for line in (f"Written by zero-recipes import {self.path} ({self.source}).", *self.said())]
-        for key, (value, why) in self.recipe.items():
+        lines = [
+            f"# {line}" for line in (f"Written by zero-recipes import {self.path} ({self.source}).", *self.remarks())
+        ]
+        for key, (value, why) in sorted(self.recipe.items(), key=lambda item: FIRST.get(item[0], 2)):
             first, *rest = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=1000).splitlines()
-            lines += [f"{first}  # {why}", *rest]
+            lines += [first if why == key else f"{first}  # {why}", *rest]
         return "\n".join(lines) + "\n"
 
 
@@ -61,7 +65,7 @@ def import_(arguments: argparse.Namespace) -> int:
     changed = draft.changes.keys() - set(arguments.allow or ())
     where = {"file": draft.path, "source": draft.source}
     raise_errors([finding("ZR894", key=key, effect=draft.changes[key], **where) for key in sorted(changed)])
-    print(*draft.said(), sep="\n")
+    print(*draft.remarks(), sep="\n")
     write_new({recipe: draft.text()} | draft.files)
     print(f"zero-recipes check {recipe} --data")
     return 0
@@ -82,7 +86,7 @@ def translated(path: Path, recipe: Path) -> Draft:
     source, theirs = _read(path)
     theirs = _flat(theirs, table(source).get("nested", ()))
     draft, rows = Draft(path, recipe, source, theirs), table(source)["keys"]
-    draft.put(f"what {source} does", **table(source)["always"])
+    draft.put(f"always in {source}", **table(source)["always"])
     {"axolotl": _axolotl, "LLaMA-Factory": _factory, "ms-swift": _swift, "torchtune": _torchtune}[source](draft, theirs)
     for key in [*(key for key in rows if "*" not in key), *sorted(theirs.keys() - rows)]:
         row = rows.get(key) or next((rows[name] for name in rows if fnmatchcase(key, name)), None)
@@ -149,7 +153,7 @@ def _flat(theirs: Mapping[str, Any], nested: Sequence[str]) -> dict[str, Any]:
 def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
     """One key by its row of the table."""
     value, why = draft.theirs.get(key), key
-    unknown = {"changes": f"{value!r} is not known here"}
+    unknown = {"changes": f"this key is not known here, with the value {value!r}"}
     row, tuned = row or unknown, table(draft.source).get("tuned")
     if value is None:
         value, why = row.get("default"), f"{draft.source}'s default"
@@ -180,7 +184,7 @@ def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
 def _template(draft: Draft, name: str | None, mask: str, content: str = "m['content']", **more: Any) -> None:
     """Turns as the other trainer's template of this name writes them, with `more` parts, or as the tokenizer's own.
     `content`: Jinja for the text of a message."""
-    draft.put(f"the loss of {draft.source}", assistant_only_loss=True, assistant_mask=mask)
+    draft.put(f"{draft.source}'s loss", assistant_only_loss=True, assistant_mask=mask)
     if name in (None, "tokenizer_default"):
         return
     parts, file = table("templates")[draft.source].get(name, {}), draft.at.with_suffix(".jinja")
@@ -254,7 +258,7 @@ def _axolotl(draft: Draft, theirs: Mapping[str, Any]) -> None:
         steps = steps or (1 / (often * epochs) if often * epochs > 1 else None)
         when = {f"{verb}_strategy": "steps" if steps else theirs.get(f"{verb}_strategy", usual)}
         if verb == "save" or theirs.get("val_set_size"):
-            draft.put(f"when axolotl {verb}s", **when, **({f"{verb}_steps": steps} if steps else {}))
+            draft.put(f"axolotl's {verb} keys", **when, **({f"{verb}_steps": steps} if steps else {}))
     _sharding(draft)
 
 
@@ -292,7 +296,7 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     for path, _, count in (named.partition("#") for named in sets):
         known = rows["hub"].get(path, {"path": path})
         if path not in rows["hub"] and Path(path).suffix not in FORMATS:
-            draft.changes["dataset"] = f"{path} of ModelScope is not known here"
+            draft.changes["dataset"] = f"{path} is a name of ModelScope, which the hub may not have"
         if "content" in known and len(sets) > 1:
             draft.changes["dataset"] = f"swift rewrites the rows of {path} alone"
         content, replaced = known.get("content", content), replaced | known.get("replace", {})
@@ -301,7 +305,7 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
         entries += [_entry(known["path"]) for _ in range(whole)]
         if rest:
             again = "" if size else "; swift takes fewer rows several times"
-            draft.loses["dataset"] = f"{rest} rows are the first {rest}, not drawn ones{again}"
+            draft.loses["dataset"] = f"the first {rest} rows, where swift draws {rest}{again}"
             entries.append(_entry(known["path"], split=f"train[:{rest}]"))
     replaced = {old: theirs.get(new) if new in rows["keys"] else new for old, new in replaced.items()}
     for old in (old for old, new in replaced.items() if not isinstance(new, str)):
