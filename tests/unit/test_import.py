@@ -80,6 +80,9 @@ CASES = {
     "ms-swift qwen3": (SWIFT.replace("qwen2_5", "qwen3"), SHAREGPT,
         written(CHATML, [(asked, f"<think>\n\n</think>\n\n{said}") for asked, said in TURNS]),
         "".join(f"<think>\n\n</think>\n\n{said}<|im_end|>\n" for _, said in TURNS)),
+    "ms-swift qwen3_5": (SWIFT.replace("qwen2_5", "qwen3_5"), ALPACA | {"output": " Word 1. "},
+        written(CHATML, [("Say 1.\nNow.", "<think>\n\n</think>\n\nWord 1.")]),
+        "<think>\n\n</think>\n\nWord 1.<|im_end|>\n"),
     "torchtune alpaca": (TUNE.replace("NAME", "llama3_tokenizer").replace("DATA", "alpaca_dataset"), ALPACA,
         "<|endoftext|>" + written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")]) + "<|end_of_text|>",
         written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")])),
@@ -155,6 +158,8 @@ def test_every_key_of_a_table_is_a_key_of_a_recipe(tmp_path, source):
     drafted = {key: value for key, (value, _) in draft.recipe.items()}
     assert not draft.changes and [*draft.loses] == ["fsdp_config.fsdp_offload_params"]
     assert drafted["accelerate_config"] == "fsdp2.yaml" and drafted["pad_token"] == "<p>"
+    (tmp_path / "b.yml").write_text((tmp_path / "b.yml").read_text() + "load_in_8bit: true\n")
+    assert translated(tmp_path / "b.yml", tmp_path / "r.yaml").recipe["accelerate_config"][0] == "zero2.yaml"
     said = {"weight_decay": 0.0, "optim": "adamw_torch_fused", "seed": 42, "warmup_steps": 0.03, "long_rows": "drop"}
     assert said.items() <= drafted.items() and drafted["activation_checkpointing"] is False
 

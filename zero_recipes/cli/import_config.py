@@ -213,7 +213,9 @@ def _sharding(draft: Draft) -> None:
     elif named:
         draft.loses["deepspeed"] = f"{named} is not here; zero-recipes plan finds a strategy"
     elif any(value for key, value in draft.theirs.items() if key.partition(".")[0] in ("fsdp", "fsdp_config")):
-        draft.put("fsdp", accelerate_config="fsdp2.yaml")
+        draft.put("fsdp", accelerate_config="zero2.yaml" if draft.theirs.get("load_in_8bit") else "fsdp2.yaml")
+        if draft.theirs.get("load_in_8bit"):
+            draft.loses["fsdp"] = "weights in 8 bits are whole on every GPU (ZeRO-2): FSDP2 cannot shard them"
 
 
 def _upwards(path: Path, named: str) -> Path | None:
