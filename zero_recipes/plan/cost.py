@@ -149,10 +149,13 @@ def _memory_bytes(job: Job, prediction: Prediction) -> float:
 
 
 def _activation_bytes(job: Job) -> float:
-    """What a GPU reads and writes between matrix products: norms, activations, residuals, scores of eager attention."""
-    sizes = Sizes(job, shape_of(job.config, job.settings))
-    passes = sizes.passes * (3 + job.recomputes)  # backward counts twice
-    return passes * constant("activation_traffic") * sizes.shape.layers * sizes.layer(sizes.tokens)
+    """What a GPU reads and writes between matrix products: norms, activations, residuals, scores of eager attention.
+    Backward counts twice."""
+    shape = shape_of(job.config, job.settings)
+    sizes, passes = Sizes(job, shape), job.settings.gradient_accumulation_steps * (3 + job.recomputes)
+    inputs = sizes.width * (2 * shape.hidden + shape.ffn)  # of products, whether backward keeps them or not
+    layer = sizes.layer(sizes.tokens) + sizes.tokens * (inputs - sizes.inputs())
+    return passes * constant("activation_traffic") * shape.layers * layer
 
 
 def _hosting(job: Job) -> float:
