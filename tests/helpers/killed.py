@@ -5,15 +5,18 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import run_sft
+from tests.helpers.around import before
 
 RANK_0_ONLY = ("manifest", "replace", "rotation")
 PLACES = ("step", "begun", "weights", "optimizer", "random", *RANK_0_ONLY)  # in the order in which a run reaches them
 terminated: list[bool] = []
+watched = ExitStack()  # until this process ends
 
 
 def die(*_) -> None:
@@ -47,15 +50,8 @@ def sabotage(place: str, step: int) -> None:
 
     trainer, saves, save = training.ZeroSFTTrainer, [], torch.save
 
-    def before(owner, name: str, act, applies=lambda *_: bool(saves)) -> None:
-        original = getattr(owner, name)
-
-        def wrapped(*arguments, **keywords):
-            if applies(*arguments):
-                act(*arguments)
-            return original(*arguments, **keywords)
-
-        setattr(owner, name, wrapped)
+    def watch(owner, name: str, act, applies=lambda *_: bool(saves)) -> None:
+        watched.enter_context(before(owner, name, lambda *args, **_: applies(*args) and act(*args)))
 
     def half(value, path, *_) -> None:
         whole = io.BytesIO()
@@ -70,8 +66,8 @@ def sabotage(place: str, step: int) -> None:
     def trains(self, *_) -> bool:
         return self.state.global_step == step - 1
 
-    before(trainer, "_save_checkpoint", lambda *_: saves.append(step), lambda self, *_: self.state.global_step == step)
-    before(
+    watch(trainer, "_save_checkpoint", lambda *_: saves.append(step), lambda self, *_: self.state.global_step == step)
+    watch(
         *{
             "step": (trainer, "training_step", die, trains),
             "terminate": (trainer, "training_step", terminate, trains),
