@@ -151,7 +151,7 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
         keep_4bit_layout(model)
     if job.device == "gpu" and strategy.zero_stage != 3:  # as DeepSpeed does: engine.py `_configure_distributed_model`
         if strategy.is_deepspeed and (training_args.bf16 or training_args.fp16):
-            model.to(torch.bfloat16 if training_args.bf16 else torch.float16)
+            model.bfloat16() if training_args.bf16 else model.half()  # `to` refuses packed weights
         model.to(training_args.device)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}))  # the least that SFTTrainer takes: rows are tokens
     rows = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
