@@ -340,7 +340,6 @@ FAULTS = [
     launched("FP8", "ZR302", f"{DDP}mixed_precision: fp8\n", DDP),
     launched("two precisions", "ZR303", f"{ACCELERATE}mixed_precision: bf16\n", ACCELERATE, ds={}),
     launched("an accelerate file of another form", "ZR199", "deepspeed_config: zero2\n", ACCELERATE, ds={}),
-    launched("one GPU for two processes", "ZR199", f"{DDP}gpu_ids: '0'\n", f"{DDP}gpu_ids: 0,1\n", "reading the acc"),
     launched("leaf modules that the model does not have", "ZR199", f"{INLINE}2\n  deepspeed_moe_layer_cls_names: X\n",
              f"{INLINE}2\n  deepspeed_moe_layer_cls_names: GPTNeoXMLP\n"),
     launched("mpirun", "ZR331", f"{DDP}mpirun_config:\n  mpirun_hostfile: hosts\n", DDP),

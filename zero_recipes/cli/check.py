@@ -9,7 +9,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import downgraded, finding, ignored_codes, shown
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.core.process import local_world_size
-from zero_recipes.core.tables import working
+from zero_recipes.core.tables import terminal, working
 from zero_recipes.libs.warnings import quieten
 
 
@@ -78,6 +78,6 @@ def data_findings(run, show: bool) -> list:
     data = prepare.read_data(settings, load.load_tokenizer(settings))
     splits, findings = prepare.prepare_splits(data, settings, training_args)
     if show:
-        print(*(f"recognised    {form.description}" for form in data.forms), sep="\n")
-        audit.show_audit(splits[0].audit, splits[0].tokenised, data.tokenizer)
+        print(*(f"recognised    {form.description}" for form in data.forms), splits[0].audit, sep="\n")
+        audit.show_rows(audit.shown_rows(splits[0].tokenised, data.tokenizer), terminal())
     return downgraded(findings, ignored_codes(settings.ignore))

@@ -15,7 +15,6 @@ from zero_recipes.core import units
 from zero_recipes.core.host import Host, cpu_name, library_versions
 from zero_recipes.libs.warnings import quieten
 
-OPTIONAL = ("bitsandbytes", "kernels")
 # of the variables that are set, those that change a run
 VARIABLES = re.compile(
     r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|HF|ACCELERATE|DS|TRITON|ZERO_RECIPES|NVIDIA)_.*"
@@ -40,19 +39,26 @@ def _readable(name: str, value: Any) -> Any:
 
 
 def machine(host: Host) -> dict[str, Any]:
-    """All that is shown, as JSON can hold it. Sizes in bytes; null where there is no limit or no such thing."""
+    """All that is shown, as JSON can hold it. Sizes in bytes; null where there is no limit or no such thing. `refusal`:
+    torch's own words where this build of it could use a GPU and cannot."""
+    import torch
+
+    from zero_recipes.checks.machine import driver_version, refusal_of_cuda
+
     memory, limit = host.memory()
-    locked, cuda = host.lockable(), _cuda(host)
+    locked, built_for = host.lockable(), torch.version.cuda
+    refusal = refusal_of_cuda() if built_for else ""
+    gpus = [] if refusal else map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     named = sorted(name for name in host.environment if VARIABLES.fullmatch(name))
     return {
-        "gpus": [] if cuda["refusal"] else _gpus(),
-        "cuda": cuda,
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+        "cuda": {"driver": driver_version(host), "built_for": built_for, "refusal": refusal},
         "cpu": {"name": cpu_name(), "cores_of_machine": os.cpu_count(), "cores": host.cores()},
         "memory": {
             "machine_bytes": psutil.virtual_memory().total,
             "free_bytes": memory,
             "limited_by": limit,
-            "shared_memory_free_bytes": host.shared_memory(),
+            "shared_memory_free_bytes": host.free_disk("/dev/shm"),
             "lockable_bytes": None if math.isinf(locked) else locked,
         },
         "disks": _disks(host),
@@ -63,38 +69,8 @@ def machine(host: Host) -> dict[str, Any]:
             "cuda_toolkit": host.cuda_release(),
         },
         "infiniband": host.infiniband_devices(),
-        "versions": _versions(),
+        "versions": library_versions() | {"zero-recipes": metadata.version("zero-recipes")},
         "variables": {name: "(set, not shown)" if SECRET.search(name) else host.environment[name] for name in named},
-    }
-
-
-def _gpus() -> list[dict[str, Any]]:
-    import torch
-
-    gpus = {number: torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())}
-    return [
-        {
-            "name": gpu.name,
-            "memory_bytes": gpu.total_memory,
-            "free_bytes": torch.cuda.mem_get_info(number)[0],
-            "capability": f"{gpu.major}.{gpu.minor}",
-        }
-        for number, gpu in gpus.items()
-    ]
-
-
-def _cuda(host: Host) -> dict[str, Any]:
-    """`refusal`: torch's own words where this build of it could use a GPU and cannot."""
-    import torch
-
-    from zero_recipes.checks import machine
-
-    built = torch.version.cuda
-    return {
-        "driver": machine.driver_version(host),
-        "built_for": built,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if built else None,
-        "refusal": machine.refusal_of_cuda() if built else "",
     }
 
 
@@ -113,10 +89,3 @@ def _disks(host: Host) -> list[dict[str, Any]]:
     }
     listed = {what: Path(folder) for what, folder in folders.items() if folder}
     return [{"for": what, "path": str(path), "free_bytes": host.free_disk(path)} for what, path in listed.items()]
-
-
-def _versions() -> dict[str, str | None]:
-    """{package: its version}; null where it is not installed."""
-    present = {package.name for package in metadata.distributions()}
-    optional = {name: metadata.version(name) if name in present else None for name in OPTIONAL}
-    return library_versions() | {"zero-recipes": metadata.version("zero-recipes")} | optional

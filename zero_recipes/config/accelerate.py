@@ -54,7 +54,6 @@ def read_accelerate_file(path: Path) -> "ClusterConfig":
     """The file as accelerate (commands/config/config_args.py, load_config_from_file) reads it, its blocks as mappings
     and its counts at least 1. Raises Refusal."""
     from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.utils import PrecisionType
 
     if not path.is_file():
         known = config_files()
@@ -70,11 +69,6 @@ def read_accelerate_file(path: Path) -> "ClusterConfig":
                 raise TypeError(f"{name} is no mapping")
         for name in ("num_processes", "num_machines"):
             setattr(config, name, max(1, int(getattr(config, name) or 1)))  # None and -1: the file does not say
-        # what accelerate itself would end the launch with, commands/launch.py and utils/launch.py
-        PrecisionType(str(config.mixed_precision or "no").lower())
-        gpus, is_alone = config.gpu_ids or "all", config.distributed_type == "MULTI_GPU" and config.num_machines == 1
-        if not isinstance(gpus, str) or (is_alone and gpus != "all" and "," not in gpus):
-            raise ValueError(f"gpu_ids: {gpus!r} names fewer than two GPUs; write them as '0,1'")
     return config
 
 

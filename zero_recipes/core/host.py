@@ -80,10 +80,6 @@ class Host:
         stat = self.statvfs(path)
         return stat.f_bavail * stat.f_frsize
 
-    def shared_memory(self) -> int | None:
-        """Free bytes of /dev/shm; None where there is none."""
-        return self.free_disk("/dev/shm") if self.at("/dev/shm").is_dir() else None
-
     def lockable(self) -> float:
         """Bytes that each process may lock in memory (mlock): RLIMIT_MEMLOCK; infinite with CAP_IPC_LOCK, mlock(2)."""
         effective = re.search(r"^CapEff:\s*([0-9a-f]+)", self._read("/proc/self/status"), re.MULTILINE)

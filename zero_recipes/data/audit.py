@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.core.findings import Finding, finding, refusal
-from zero_recipes.core.tables import plain, terminal
+from zero_recipes.core.tables import plain
 
 BATCH = 1000  # rows in memory at a time
 MAX_BAD_ROW_SHARE = 0.01  # tatsu-lab/alpaca has 28 empty answers in 52,002 rows
@@ -191,13 +191,6 @@ def overlap_findings(training: Dataset, evaluation: Dataset, split: str) -> Iter
     same = [number for number, ids in enumerate(wanted) if ids in known]
     if same:
         yield finding("ZR538", count=len(same), rows=len(evaluation), split=split, row=same[0])
-
-
-def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The counts, and three rows with the supervised part in colour."""
-    console = terminal()
-    console.print(plain(str(found)), soft_wrap=True)
-    show_rows(shown_rows(tokenised, tokenizer), console)
 
 
 def shown_rows(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, list[tuple[str, bool]]]]:
