@@ -86,7 +86,7 @@ def recognise(first: Mapping[str, Any], settings: Settings, dataset_format: str 
     if conversations:
         return _conversation(conversations[0], first)
     if dataset_format != "chat":
-        plain = ("messages", "conversations", "input_ids", settings.dataset_text_field)
+        plain = ("input_ids", settings.dataset_text_field)
         if found := next((name for name in plain if name in first), None):
             return Form(f"{found}, as {'it is' if found == settings.dataset_text_field else 'they are'}")
     return _pair({name for name, value in first.items() if isinstance(value, str | None)}, first, settings)
