@@ -252,5 +252,5 @@ def launch_findings(path: Path | None) -> Iterator[Finding]:
     unknown = sorted(str(key) for key in getattr(config, "deepspeed_config", None) or {} if key not in options)
     if unknown:
         yield finding("ZR343", path=path, unknown=", ".join(unknown))
-    if (config.num_machines or 1) > 1:
+    if int(config.num_machines or 1) > 1:
         yield finding("ZR344", path=path, num_machines=config.num_machines)
