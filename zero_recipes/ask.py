@@ -66,11 +66,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return loaded.answers(samples, most, batch)
 
     base, tuned = base_and_model(target, tokenizer, device, answers)
-
-    def compared(answer: str, wanted: str) -> dict[str, float]:
-        return sampling.text_scores(answer, wanted) | rouge(answer, wanted)
-
-    rows = sampling.sample_rows(samples, base, tuned, compared)
+    rows = sampling.sample_rows(samples, base, tuned, scores_of)
     for row in rows:
         for scores in (row.scores_before, row.scores_after):
             if scores.get("reference_loss") is not None:
@@ -280,13 +276,14 @@ def base_and_model(
     return base, measure(tuned)
 
 
-def rouge(answer: str, reference: str) -> dict[str, float]:
-    """ROUGE-1, ROUGE-2 and ROUGE-L (Lin, 2004) as F1, by rouge_score with Porter's stemmer; it reads a-z and digits."""
+def scores_of(answer: str, reference: str) -> dict[str, float]:
+    """`text_scores`, and ROUGE-1, ROUGE-2 and ROUGE-L (Lin, 2004) as F1, by rouge_score with Porter's stemmer; it
+    reads a-z and digits."""
     from rouge_score import rouge_scorer
 
     kinds = ["rouge1", "rouge2", "rougeL"]
     scores = rouge_scorer.RougeScorer(kinds, use_stemmer=True).score(reference, answer)
-    return {kind: float(scores[kind].fmeasure) for kind in kinds}
+    return sampling.text_scores(answer, reference) | {kind: float(scores[kind].fmeasure) for kind in kinds}
 
 
 def write_turns(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None, turns: list[dict[str, str]]) -> str:

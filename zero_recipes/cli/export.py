@@ -51,7 +51,9 @@ def export(arguments: argparse.Namespace) -> int:
     tokenizer, llama_cpp = ask.load_tokenizer(target), _source(arguments.llama_cpp) if kinds else None
     for missing, fix in _missing(llama_cpp, kinds, target) if kinds else ():
         raise refusal("ZR903", missing=missing, fix=fix)
-    prompts = _prompts(target, tokenizer)
+    question = [{"role": "user", "content": "Tell me a short story."}]  # where the run has no sample prompts
+    prompts = [row.prompt for row in read_samples(target.folder / ask.SAMPLES)[:PROMPTS]]
+    prompts = prompts or [ask.write_turns(tokenizer, target.settings.dataset_format, question)]
     model = _merged(ask.load(target, tokenizer, "cpu").model, target, tokenizer, prompts[0])
     ends = _agree_on_the_end(model, tokenizer, target)
     model.save_pretrained(out)
@@ -71,13 +73,6 @@ def export(arguments: argparse.Namespace) -> int:
         fine.append(_compare_adapter(files[LORA], llama_cpp, target, tokenizer, answers))
     print("", f"ollama create {out.name} -f {out / 'Modelfile'}", f"vllm serve {out}", sep="\n")
     return 0 if all(fine) else 1
-
-
-def _prompts(target: ask.Target, tokenizer: Any) -> list[str]:
-    """The sample prompts of the run, else a question."""
-    prompts = [row.prompt for row in read_samples(target.folder / ask.SAMPLES)[:PROMPTS]]
-    question = [{"role": "user", "content": "Tell me a short story."}]
-    return prompts or [ask.write_turns(tokenizer, target.settings.dataset_format, question)]
 
 
 def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:

@@ -7,7 +7,6 @@ this machine's GPUs, and a free port. File names are those of accelerate 1.15.
 import difflib
 import ipaddress
 import os
-import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -167,8 +166,8 @@ def refuse_what_no_launch_takes(config: "ClusterConfig", path: Path) -> None:
     ds, launcher = config.deepspeed_config, config.deepspeed_config.get("deepspeed_multinode_launcher") or "pdsh"
     if ds and launcher not in ("standard", "nossh"):
         hosts = ds.get("deepspeed_hostfile")
-        missing = f"no {launcher} on this machine" if shutil.which(launcher) is None else f"no hostfile {hosts}"
-        if shutil.which(launcher) is None or not (hosts and Path(hosts).is_file()):
+        if not (hosts and Path(hosts).is_file()):  # a launcher that is not installed DeepSpeed itself refuses
+            missing = f"no hostfile {hosts}"
             raise refusal("ZR335", path=path, num_machines=config.num_machines, launcher=launcher, missing=missing)
     address = config.main_process_ip
     if address is None:
