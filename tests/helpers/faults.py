@@ -316,7 +316,7 @@ FAULTS = [
          zero(3, leaf_module={"classes": ["GPTNeoXMLP"]}), "leaf_module", "warning"),
     keys("bf16 masters at a small learning rate", "ZR294", zero(2, STATES) | {"bf16": True, "learning_rate": 2e-5},
          zero(2, STATES) | {"bf16": True, "learning_rate": 5e-4}, level="warning"),
-    keys("small buckets", "ZR860", zero(2, reduce_bucket_size="auto"), zero(2), "elements: 19 messages", "warning"),
+    keys("small buckets", "ZR860", zero(2, reduce_bucket_size="auto"), zero(2), "4,096 elements", "warning"),
     keys("small prefetches", "ZR860", zero(3, stage3_prefetch_bucket_size="auto"), zero(3), "3,686", "warning"),
     keys("hpZ with one group", "ZR224", zero(3, zero_hpz_partition_size=8), zero(3), level="warning"),
     keys("qwZ at stage 2", "ZR226", zero(2, zero_quantized_weights=True), zero(2), "zero_quantized_weights at stage 2"),

@@ -1,6 +1,6 @@
 """Rules about the DeepSpeed configuration of a run. File names are those of DeepSpeed 0.19.8, under deepspeed/."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,16 +171,7 @@ def _small_buckets(run: Candidate) -> Iterator[Finding]:
     filled |= {"stage3_prefetch_bucket_size": int(0.9 * square)} if run.stage == 3 else {}
     for key, elements in filled.items():
         if run.ds.zero.get(key) == "auto" and run.world_size > 1 and elements < BLOCK and run.model is not None:
-            messages = _messages([tensor.numel() for tensor in run.model.parameters()], elements)
-            yield finding("ZR860", key=key, source=run.strategy.source, elements=elements, messages=messages)
-
-
-def _messages(sizes: Iterable[int], bucket: int) -> int:
-    """Collectives of a pass over tensors of so many elements: what does not fit into the bucket begins another one."""
-    messages, filled = 1, 0
-    for size in sizes:
-        messages, filled = (messages + 1, size) if filled and filled + size > bucket else (messages, filled + size)
-    return messages
+            yield finding("ZR860", key=key, source=run.strategy.source, elements=elements)
 
 
 def top_level_keys() -> set[str]:

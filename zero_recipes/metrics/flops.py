@@ -57,7 +57,8 @@ def model_flops(
 ) -> ModelFlops:
     """Count a model's own modules, on whichever device. `shape_of`: a weight's whole shape, where it is partitioned."""
     config = model.config.get_text_config()
-    share = _active_share(config)
+    experts, active = active_experts(config)
+    share = active / experts if experts else 1.0  # of the experts' weights, that a token goes through
     weights = trained = 0.0
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) or ".original_module" in name:  # PEFT trains a copy of the latter
@@ -77,12 +78,6 @@ def active_experts(config) -> tuple[int, int]:
     """(experts of a layer, those of them that a token goes to); (0, 0) of a dense model."""
     experts, active = (next(filter(None, (getattr(config, n, None) for n in names)), 0) for names in (EXPERTS, ACTIVE))
     return (experts, active) if experts and active else (0, 0)
-
-
-def _active_share(config) -> float:
-    """Of a mixture's experts, how many of all a token goes to; 1 without one."""
-    experts, active = active_experts(config)
-    return active / experts if experts else 1.0
 
 
 def _attention(config) -> dict[int | None, int]:
