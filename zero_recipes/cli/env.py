@@ -39,7 +39,7 @@ def _readable(name: str, value: Any) -> Any:
 
 
 def machine(host: Host) -> dict[str, Any]:
-    """All that is shown, as JSON can hold it. Sizes in bytes; null where there is no limit or no such thing. `refusal`:
+    """All that is shown. Sizes in bytes; null where there is no limit or no such thing. `refusal`:
     torch's own words where this build of it could use a GPU and cannot."""
     import torch
 

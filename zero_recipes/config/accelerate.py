@@ -167,8 +167,7 @@ def refuse_what_no_launch_takes(config: "ClusterConfig", path: Path) -> None:
     if ds and launcher not in ("standard", "nossh"):
         hosts = ds.get("deepspeed_hostfile")
         if not (hosts and Path(hosts).is_file()):  # a launcher that is not installed DeepSpeed itself refuses
-            missing = f"no hostfile {hosts}"
-            raise refusal("ZR335", path=path, num_machines=config.num_machines, launcher=launcher, missing=missing)
+            raise refusal("ZR335", path=path, num_machines=config.num_machines, launcher=launcher, hosts=hosts)
     address = config.main_process_ip
     if address is None:
         return  # the command line names it: --main_process_ip

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import hub_kernels
 
+from zero_recipes.config.accelerate import read_accelerate_file
 from zero_recipes.core.findings import Finding, finding, first_line
 from zero_recipes.core.process import environment_kept
 
@@ -245,12 +246,11 @@ def launch_findings(path: Path | None) -> Iterator[Finding]:
     if path is None:
         return
     from accelerate.commands import launch
-    from accelerate.commands.config.config_args import load_config_from_file
 
-    config = load_config_from_file(str(path))
+    config = read_accelerate_file(path)
     options = vars(launch.launch_command_parser().parse_args(["run_sft.py"]))
-    unknown = sorted(str(key) for key in getattr(config, "deepspeed_config", None) or {} if key not in options)
+    unknown = sorted(str(key) for key in config.deepspeed_config if key not in options)
     if unknown:
         yield finding("ZR343", path=path, unknown=", ".join(unknown))
-    if int(config.num_machines or 1) > 1:
+    if config.num_machines > 1:
         yield finding("ZR344", path=path, num_machines=config.num_machines)

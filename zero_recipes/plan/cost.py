@@ -103,7 +103,7 @@ class Speed:
     computing: float  # seconds
     communicating: float  # seconds that are not hidden behind the computation
     waiting: float  # seconds of GPUs for Python and launches, beyond what they compute and send meanwhile
-    offloading: float  # seconds that are not hidden behind the computation
+    offloading: float  # seconds, none of them hidden
     tokens_per_step: int  # of all ranks, without padding
     mfu: Range
 
@@ -128,7 +128,7 @@ def estimate(
     computing += moved / (gpu.memory_gb_s * 1e9 * constant("memory_share"))
     communicating = _communicating(job, prediction, gpu, computing)
     waiting = max(0.0, _hosting(job) - computing - communicating)
-    offloading = _offloading(job, prediction, gpu, computing)
+    offloading = _offloading(job, prediction, gpu)
     beside, spread = computing + communicating + waiting, constants()["spread"]
     ends = zip(spread[passes_of(job)], spread["offload"], strict=True)
     low, high = (by_regime * beside + by_host * offloading for by_regime, by_host in ends)
@@ -225,7 +225,7 @@ def window(job: Job) -> float:
     return 1 if job.is_fsdp else backward / job.settings.gradient_accumulation_steps
 
 
-def _offloading(job: Job, prediction: Prediction, gpu: Gpu, computing: float) -> float:
+def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> float:
     """Seconds for what crosses the host link, for Adam on the CPU, and for NVMe; all ranks of a node share these two.
     On NVMe a step reads and writes the optimizer's 12 bytes a parameter and its gradient (4), reads the parameters (2)
     for each forward and backward, and writes them once. Nothing is taken to overlap."""

@@ -217,8 +217,7 @@ class Watch(TrainerCallback):
         accumulation: int,
     ):
         """`accumulation`: micro steps of a step in the recipe; at most two are simulated, others are as the first."""
-        self.accumulation, self.simulated = accumulation, min(accumulation, 2)
-        self.trainer, self.strategy = trainer, strategy
+        self.trainer, self.strategy, self.accumulation = trainer, strategy, accumulation
         self.tracker, self.host = tracker, host
         self.parameters, self.trainable = parameter_counts(trainer.model)
         self.bytes: dict[str, int] = {}  # allocated after each phase: what StateProbe records
@@ -318,7 +317,7 @@ class Watch(TrainerCallback):
     def _communication(self) -> dict[str, int]:
         """Of one step: the last micro step, and as many of the others as the recipe has."""
         other, last = (everywhere for everywhere, _ in self.communication.steps[-2:])
-        if self.simulated == 1 or not self.strategy.is_deepspeed:
+        if self.accumulation == 1 or not self.strategy.is_deepspeed:
             return last  # DistributedDataParallel reduces in the last micro step only
         return {
             name: last.get(name, 0) + (self.accumulation - 1) * other.get(name, 0) for name in sorted({*last, *other})
