@@ -21,7 +21,7 @@ for folder in "$HF_HOME" "$TORCH_EXTENSIONS_DIR" "$TRITON_CACHE_DIR" /workspace/
     if ! mkdir -p "$folder" 2>/dev/null || [ ! -w "$folder" ]; then
         echo "refused: $folder cannot be written to by user $(id -u)" >&2
         echo "    why: models, compiled kernels and results are kept under /workspace." >&2
-        echo "   cure: start without --user, so that the entrypoint prepares the volume; or chown $(id -u) the folder." >&2
+        echo "   fix:  start without --user, so that the entrypoint prepares the volume; or chown $(id -u) the folder." >&2
         exit 2
     fi
 done

@@ -44,9 +44,9 @@ def weights_digest() -> str:
 
 def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> dict[str, float]:
     """Exact match, token F1 and loss against the true references."""
-    said = answers(model, tokenizer, rows)
+    answered = answers(model, tokenizer, rows)
     return {
-        **compare(said, [row["output"] for row in rows]),
+        **compare(answered, [row["output"] for row in rows]),
         "loss": round(reference_loss(model, tokenizer, rows), 4),
     }
 
@@ -136,21 +136,21 @@ def grid() -> dict[str, Any]:
 def test_figures(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sets: dict[str, list[Row]]) -> dict:
     """Scores of one model on the test prompts against the true references and the two kinds of wrong ones."""
     true = sets["references"]
-    said = answers(model, tokenizer, true)
+    answered = answers(model, tokenizer, true)
     figures: dict[str, Any] = {
         label: {
-            **compare(said, [row["output"] for row in rows]),
+            **compare(answered, [row["output"] for row in rows]),
             "loss": round(reference_loss(model, tokenizer, rows), 4),
         }
         for label, rows in sets.items()
     }
     for label, wanted in (("without_input", False), ("with_input", True)):
-        part = [(text, row["output"]) for text, row in zip(said, true, strict=True) if bool(row["input"]) == wanted]
+        part = [(text, row["output"]) for text, row in zip(answered, true, strict=True) if bool(row["input"]) == wanted]
         figures[f"exact_match_{label}"] = compare(*map(list, zip(*part, strict=True)))["exact_match"]
     # Would an answer be right if it had stopped in time? Cut it after as many words as the reference has.
-    cut = [" ".join(text.split()[: len(row["output"].split())]) for text, row in zip(said, true, strict=True)]
+    cut = [" ".join(text.split()[: len(row["output"].split())]) for text, row in zip(answered, true, strict=True)]
     figures["exact_match_when_cut"] = compare(cut, [row["output"] for row in true])["exact_match"]
-    figures["examples"] = [{**row, "answer": text} for text, row in list(zip(said, true, strict=True))[:4]]
+    figures["examples"] = [{**row, "answer": text} for text, row in list(zip(answered, true, strict=True))[:4]]
     return figures
 
 

@@ -84,13 +84,13 @@ def tune(
 def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], batch: int = 120) -> list[str]:
     """The model's answer to every row: the likeliest token each time, up to the end of text."""
     model.eval()
-    said = []
+    answered = []
     for first in range(0, len(rows), batch):
         prompts = [alpaca_prompt(row["instruction"], row["input"]) for row in rows[first : first + batch]]
         inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
         out = model.generate(**inputs, max_new_tokens=LONGEST_ANSWER, do_sample=False)
-        said += tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [text.strip() for text in said]
+        answered += tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [text.strip() for text in answered]
 
 
 @torch.no_grad()
@@ -108,16 +108,16 @@ def reference_loss(
     return total / count
 
 
-def token_f1(said: str, reference: str) -> float:
+def token_f1(answer: str, reference: str) -> float:
     """F1 of the words that both share, counted with repeats; words are cut at blanks, as they are written."""
-    mine, theirs = said.split(), reference.split()
+    mine, theirs = answer.split(), reference.split()
     shared = sum((Counter(mine) & Counter(theirs)).values())
     return 2 * shared / (len(mine) + len(theirs)) if shared else 0.0
 
 
-def compare(said: list[str], references: list[str]) -> dict[str, float]:
+def compare(answered: list[str], references: list[str]) -> dict[str, float]:
     """Exact match and mean token F1, both from 0 to 1."""
-    pairs = list(zip(said, references, strict=True))
+    pairs = list(zip(answered, references, strict=True))
     return {
         "exact_match": round(sum(a == b for a, b in pairs) / len(pairs), 4),
         "token_f1": round(sum(token_f1(a, b) for a, b in pairs) / len(pairs), 4),

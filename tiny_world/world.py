@@ -25,7 +25,7 @@ Row = dict[str, str]  # Alpaca's columns: instruction, input, output
 
 @dataclass(frozen=True)
 class Relation:
-    """One kind of fact. In the sentences {name} stands for the creature and {value} for the fact."""
+    """One kind of fact. In the sentences {name} is the creature and {value} its fact."""
 
     words: str  # the values, separated by blanks
     statements: tuple[str, ...]  # whole sentences of the text; the first is also the reference answer
@@ -155,13 +155,13 @@ def _paragraph(world: World, names: list[str], rng: random.Random) -> str:
     """Mostly several facts about one creature, else one kind of fact about several creatures."""
     if rng.random() < 0.75:
         subject = rng.choice(names)
-        told = [(subject, kind) for kind in rng.sample(list(RELATIONS), rng.randint(1, len(RELATIONS)))]
+        chosen = [(subject, kind) for kind in rng.sample(list(RELATIONS), rng.randint(1, len(RELATIONS)))]
     else:
         kind = rng.choice(list(RELATIONS))
-        told = [(name, kind) for name in rng.sample(names, rng.randint(1, 4))]
-    subject = told[0][0]
+        chosen = [(name, kind) for name in rng.sample(names, rng.randint(1, 4))]
+    subject = chosen[0][0]
     sentences: list[str] = []
-    for name, kind in told:
+    for name, kind in chosen:
         relation = RELATIONS[kind]
         # The pronoun is clear only while the paragraph stays with the creature that it named first.
         short = bool(sentences) and name == subject and rng.random() < 0.35
