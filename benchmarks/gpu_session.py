@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -25,16 +26,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.chdir(ROOT)
 
-from benchmarks.session.collect import RESULTS, collect, read_rows  # noqa: E402
+from benchmarks.throughput import together, tokens_per_second  # noqa: E402
 from zero_recipes.cli.sweep import sweep  # noqa: E402
 from zero_recipes.core.files import strict_json, write_json  # noqa: E402
 from zero_recipes.metrics.schema import FILE, Metrics  # noqa: E402
 
-SESSION = ROOT / "benchmarks" / "session"
-PLANS = SESSION / "plans.json"
+SESSION, RESULTS = ROOT / "benchmarks" / "session", ROOT / "benchmarks" / "results"
+PLANS, WORK = SESSION / "plans.json", ROOT / "output" / "gpu_session_work"
 TABLE = yaml.safe_load((SESSION / "cases.yaml").read_text())
+NAMES = {1: "tiny", 2: "plan", 3: "speed", 4: "offload", 5: "fp16", 6: "throughput"}  # of results, by part
 PLANNED_PARTS = (2, 3, 4)
-Case = dict[str, Any]  # a row of cases.yaml of one strategy, with its name
+Case = dict[str, Any]  # a row of cases.yaml of one strategy, with its name; a row of OUT, with what was measured
 
 
 def main() -> None:
@@ -43,21 +45,20 @@ def main() -> None:
     parser.add_argument("--collect", type=Path, metavar="FOLDER")
     parser.add_argument("--part", type=int, nargs="+", choices=list(TABLE["parts"]), default=[])
     parser.add_argument("--out", type=Path, default=ROOT / "output" / "gpu_session")
-    parser.add_argument("--work", type=Path, default=ROOT / "output" / "gpu_session_work")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all parts of this call")
     parser.add_argument("--only", default="", metavar="WORD", help="runs whose name has it, e.g. 2.8b")
     given = parser.parse_args()
     if given.plans:
-        write_json(PLANS, {"plans": plans_of(cases(*PLANNED_PARTS), given.work)})
+        write_json(PLANS, {"plans": plans_of(cases(*PLANNED_PARTS))})
     if given.collect:
-        print(*collect(given.collect, RESULTS), sep="\n")
+        print(*collect(given.collect), sep="\n")
     deadline, plans = time.monotonic() + given.minutes * 60, json.loads(PLANS.read_text())["plans"]
     given.out.mkdir(parents=True, exist_ok=True)
     done = {row["case"] for row in read_rows(given.out) if row["status"] == "ok"}
     for case in cases(*given.part):
         if case["name"] in done or given.only not in case["name"]:
             continue
-        row = {"planned": plans.get(case["name"])} | measured(case, given.work, deadline - time.monotonic())
+        row = {"planned": plans.get(case["name"])} | measured(case, deadline - time.monotonic())
         row |= {key: case[key] for key in ("part", "model", "strategy", "keys")} | {"case": case["name"]}
         with open(given.out / f"part{case['part']}.jsonl", "a", encoding="utf-8") as file:
             file.write(strict_json(row) + "\n")
@@ -75,12 +76,12 @@ def cases(*parts: int) -> list[Case]:
     return found
 
 
-def write_recipe(case: Case, work: Path) -> Path:
-    """The case's recipe and its model's folder, without weights, beneath `work`. It is compared with a plan that was
+def write_recipe(case: Case) -> Path:
+    """The case's recipe and its model's folder, without weights, beneath WORK. It is compared with a plan that was
     made before."""
     recipe = yaml.safe_load(Path("recipes/tiny.yaml").read_text())
     if case["model"] != "tiny":
-        model, rows = work / case["model"], work / "rows"
+        model, rows = WORK / case["model"], WORK / "rows"
         without_weights = shutil.ignore_patterns("*.safetensors")
         shutil.copytree("tiny_world/base", model, ignore=without_weights, dirs_exist_ok=True)
         config = json.loads(Path(f"zero_recipes/plan/models/{case['model']}.json").read_text())["config"]
@@ -90,20 +91,20 @@ def write_recipe(case: Case, work: Path) -> Path:
         (rows / "train.jsonl").write_text((json.dumps({"text": text}) + "\n") * 512)
         recipe = TABLE["base"] | {"model_name_or_path": str(model), "dataset_name": str(rows)}
     recipe |= case["keys"] | {"skip_plan": True, "overwrite": True}
-    path = work / f"{case['name']}.yaml"
+    path = WORK / f"{case['name']}.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not None}))
     return path
 
 
-def plans_of(wanted: list[Case], work: Path) -> dict[str, Any]:
+def plans_of(wanted: list[Case]) -> dict[str, Any]:
     """{name: prediction}, as the run would plan itself with the tested versions of the libraries."""
     from zero_recipes.plan import job as plan_job
     from zero_recipes.plan.predict import Predictor
 
     jobs = {}
-    work.mkdir(parents=True, exist_ok=True)
+    WORK.mkdir(parents=True, exist_ok=True)
     for case in wanted:
-        recipe, strategy = plan_job.read_recipe(write_recipe(case, work), []), file_of(case)
+        recipe, strategy = plan_job.read_recipe(write_recipe(case), []), file_of(case)
         known = plan_job.read_strategies(recipe, (strategy,))
         config = plan_job.model_config(recipe.settings)
         jobs[case["name"]] = plan_job.job_of(recipe, config, case["strategy"], known[strategy], 1)
@@ -117,15 +118,15 @@ def file_of(case: Case) -> str:
     return "ddp" if case["strategy"] == "single" else case["strategy"]
 
 
-def measured(case: Case, work: Path, seconds: float) -> dict[str, Any]:
+def measured(case: Case, seconds: float) -> dict[str, Any]:
     """Status, error, metrics.json and what the run's script measured beside it, where so many seconds are enough."""
     if seconds < case["seconds"]:
         return {"status": "skipped", "error": f"{seconds:.0f} s are left, it takes about {case['seconds']}"}
-    out, script = work / case["name"], SESSION / case["script"]
+    out, script = WORK / case["name"], SESSION / case["script"]
     shutil.rmtree(out, ignore_errors=True)
     folder = out / file_of(case)
     folder.mkdir(parents=True)
-    recipe = write_recipe(case, work)
+    recipe = write_recipe(case)
     if script.name == "run.py":
         saves = yaml.safe_load(recipe.read_text())["save_model"]
         sweep(recipe, [folder.name], 1, out, ["--save_model", str(saves).lower()], script=script)
@@ -143,6 +144,56 @@ def measured(case: Case, work: Path, seconds: float) -> dict[str, Any]:
         found["log"] = (folder / "log.txt").read_text(errors="replace").splitlines()[-60:]
     shutil.rmtree(out)
     return found
+
+
+def collect(folder: Path) -> list[str]:
+    """Write results/gpu_*.json from all partN.jsonl below `folder`; lines that say what was written."""
+    rows, lines = read_rows(folder), []
+    for part, name in NAMES.items():
+        own = [row | {"derived": derived(row) if row["status"] == "ok" else {}} for row in rows if row["part"] == part]
+        if own:
+            write_json(RESULTS / f"gpu_{name}.json", {"rows": own})  # each row's metrics name its machine
+            lines.append(f"benchmarks/results/gpu_{name}.json: {len(own)} rows")
+    return [*lines, f"zero_recipes/plan/overheads.yaml: {constants(rows)}"]
+
+
+def read_rows(folder: Path) -> list[Case]:
+    """The row of each case that counts: the latest, unless an earlier one is ok and the later is not."""
+    found: dict[str, Case] = {}
+    for path in sorted(folder.rglob("part*.jsonl")):
+        for line in path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # the machine went away while it was written
+            if found.get(row["case"], {}).get("status") != "ok" or row["status"] == "ok":
+                found[row["case"]] = row
+    return list(found.values())
+
+
+def derived(row: Case) -> Case:
+    """Part 2: planned over measured, of both peaks. Part 6: tokens/s and held-out loss by program, and the recipe's
+    speed over the others'. What CUDA itself held when training ended."""
+    if row["part"] == 6:
+        good = {name: each for name, each in row["beside"]["programs"].items() if "error" not in each}
+        speeds = {name: tokens_per_second(together([each], each["accumulation"])) for name, each in good.items()}
+        ratios = {f"recipe/{name}": speeds["recipe"] / speed for name, speed in speeds.items() if name != "recipe"}
+        losses = {name: each["held_out_loss"] for name, each in good.items()}
+        return {"tokens_per_second": speeds, "held_out_loss": losses} | ratios
+    card, plan, (peak, *_) = row["beside"], row["planned"], row["metrics"]["peak_memory_bytes"]
+    found = {"context_bytes": card["total_bytes"] - card["free_bytes"] - card["reserved_now_bytes"]}
+    if row["part"] == 2:
+        within = plan["reserved_bytes"]["low"] <= peak["reserved"] <= plan["reserved_bytes"]["high"]
+        found |= {"allocated_ratio": plan["allocated_peak_bytes"] / peak["allocated"], "within_reserved_range": within}
+    return found
+
+
+def constants(rows: list[Case]) -> Case:
+    """{"context": median bytes, "cached": the least and the largest reserved peak over the allocated one}."""
+    good = [row for row in rows if row["status"] == "ok" and row["part"] != 6]
+    ratios = [peak["reserved"] / peak["allocated"] for row in good for peak in row["metrics"]["peak_memory_bytes"]]
+    context = statistics.median(derived(row)["context_bytes"] for row in good)
+    return {"context": context, "cached": [round(min(ratios), 4), round(max(ratios), 4)]}
 
 
 if __name__ == "__main__":

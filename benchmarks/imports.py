@@ -1,6 +1,8 @@
 """How many example files of other trainers `zero-recipes import` maps: python -m benchmarks.imports FOLDER
 
-FOLDER holds clones of axolotl, LLaMA-Factory, ms-swift and torchtune. Writes results/imports.json.
+FOLDER holds clones of axolotl, LLaMA-Factory, ms-swift and torchtune. Writes results/imports.json. Whole: everything is
+mapped. With a named loss: something is not done. Refused: another training would follow; of those `data_only`, where
+only the data is not known, and `no_text`, which is no supervised training on text.
 """
 
 import json
@@ -16,23 +18,17 @@ from zero_recipes.core.findings import Refusal
 RESULT = Path(__file__).parent / "results" / "imports.json"
 # where the examples are, words of those that are counted, and what a file has that is no supervised training on text:
 # preferences, rewards, images, sound, streams, classification, embeddings
+SWIFT = r"task_type|LaTeX_OCR|coco|VideoChat|aishell|TextCaps|garbage265|[Oo]mni|VL|qwen3_tts|wds_voc|lmms-lab"
 PROJECTS = {
     "axolotl": ("examples/**/*.y*ml", ["base_model:"], r"(?m)^(rl|processor_type|pretraining_dataset|task_type):"),
     "LLaMA-Factory": ("examples/**/*.yaml", ["stage: sft", "do_train: true"], r"mllm_demo|llava"),
-    "ms-swift": (
-        "examples/**/*.sh",
-        ["swift sft"],
-        r"task_type|LaTeX_OCR|coco|VideoChat|aishell|TextCaps|garbage265|[Oo]mni|VL|qwen3_tts|wds_voc|lmms-lab",
-    ),
+    "ms-swift": ("examples/**/*.sh", ["swift sft"], SWIFT),
     "torchtune": ("recipes/configs/**/*.yaml", ["epochs:"], r"rlhf|grpo|multimodal|vision"),
 }
 
 
 def counted(clone: Path, pattern: str, words: list[str], no_text: str) -> dict:
-    """Whole: everything is said. With a named loss: something is not done. Refused: another
-    training would follow; of those `data_only`, where only the data is not known, and
-    `no_text`, which is no supervised training on text."""
-    kinds, refused_for = Counter(), Counter()
+    kinds, refused_for = Counter(files=0, whole=0, with_a_named_loss=0, refused=0, data_only=0, no_text=0), Counter()
     for file in sorted(clone.glob(pattern)):
         text = file.read_text(encoding="utf-8")
         if any(word not in text for word in words):
@@ -41,22 +37,16 @@ def counted(clone: Path, pattern: str, words: list[str], no_text: str) -> dict:
             draft = translated(file, Path("recipe.yaml"))
         except Refusal:
             continue  # no file of training
+        kinds["files"] += 1
         kinds["refused" if draft.changes else "with_a_named_loss" if draft.loses else "whole"] += 1
         refused_for.update(draft.changes.keys())
         kinds["no_text"] += bool(draft.changes and re.search(no_text, text))
         kinds["data_only"] += draft.changes.keys() in ({"dataset"}, {"datasets"})
-    names = ("whole", "with_a_named_loss", "refused", "data_only", "no_text")
     head = ["git", "-C", str(clone), "rev-parse", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
-    found = {"commit": commit, "files": sum(kinds[name] for name in names[:3])} | {name: kinds[name] for name in names}
-    return found | {"refused_for": dict(refused_for.most_common(12))}
-
-
-def main(folder: Path) -> None:
-    found = {name: counted(folder / name, *where) for name, where in PROJECTS.items()}
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
-    print(*(f"{name}: {[row[key] for key in ('files', 'whole', 'refused')]}" for name, row in found.items()), sep="\n")
+    return {"commit": commit} | kinds | {"refused_for": dict(refused_for.most_common(12))}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    found = {name: counted(Path(sys.argv[1], name), *where) for name, where in PROJECTS.items()}
+    RESULT.write_text(json.dumps(found, indent=1) + "\n")

@@ -5,29 +5,25 @@ from typing import Any
 
 import yaml
 
+from zero_recipes.config import recipe as recipes
 from zero_recipes.core.host import Gpu, gpus
+from zero_recipes.plan import job as plan_job
 from zero_recipes.plan.job import Job
 
 FOLDER = Path(__file__).parent
+BLIND = FOLDER / "blind"  # rows that were written down before any was predicted
 ROOT = FOLDER.parents[1]
 UNITS = {"B": 1, "GB": 10**9, "GiB": 2**30, "MiB": 2**20}
-READINGS = ("allocated", "reserved", "nvidia-smi", "not stated")
-METHODS = ("full", "lora", "qlora")
-REQUIRED = ("id", "source", "lab", "gpu", "gpus", "model", "method", "strategy", "measured", "unit", "read", "exact")
-REQUIRED += ("head", "recipe")
-OF_TIMES = ("id", "source", "lab", "gpu", "gpus", "model", "method", "strategy", "measured", "unit", "recipe")
-OPTIONAL = ("unknown", "ds", "per_node")  # what is not known of the row; changes of the ds_config; GPUs of a machine
-OPTIONAL += ("part", "network", "link")  # in times.yaml: GB/s of each GPU to other machines, to others of its machine
-OPTIONAL += ("keeps_inputs",)  # packed products hold their inputs (other_trainers.py)
-BLIND = FOLDER / "blind"  # rows that were written down before any was predicted
+HEAD, KEPT = "loss_head_of_row", "keeps_inputs_of_row"  # in a job's model config, where model classes ignore them
+Row = dict[str, Any]  # a row's keys: rows.yaml, times.yaml
 
 
-def read_rows(path: Path = FOLDER / "rows.yaml") -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Row]:
     """Every row with what its groups say of it; recipe keys of a row go over those of its group."""
     return [row for group in yaml.safe_load(path.read_text()) for row in _flat(group)]
 
 
-def _flat(group: dict[str, Any]) -> list[dict[str, Any]]:
+def _flat(group: Row) -> list[Row]:
     shared = {key: value for key, value in group.items() if key != "rows"}
     rows = []
     for row in group["rows"]:
@@ -36,49 +32,32 @@ def _flat(group: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def measured_bytes(row: dict[str, Any]) -> float:
+def measured_bytes(row: Row) -> float:
     return row["measured"] * UNITS[row["unit"]]
 
 
-def measured_seconds(row: dict[str, Any], job: Job) -> float:
+def measured_seconds(row: Row, job: Job) -> float:
     """Of one step. Tokens per second are of one GPU, samples of all."""
     sequences = job.settings.per_device_train_batch_size * job.settings.gradient_accumulation_steps
-    done = {
-        "s": row["measured"] ** 2,
-        "tokens/s": sequences * job.settings.max_length,
-        "samples/s": sequences * row["gpus"],
-    }
-    return done[row["unit"]] / row["measured"]
+    done = {"s": row["measured"] ** 2, "tokens/s": sequences * job.settings.max_length}
+    return (done | {"samples/s": sequences * row["gpus"]})[row["unit"]] / row["measured"]
 
 
-def gpu_of(row: dict[str, Any]) -> Gpu:
+def gpu_of(row: Row) -> Gpu:
     links = {f"{kind}_gb_s": row[kind] for kind in ("network", "link") if kind in row}
     return gpus()[row["gpu"]].model_copy(update=links)
 
 
-def config_of(name: str) -> dict[str, Any]:
-    from zero_recipes.plan import job as plan_job
-
-    known = plan_job.known_models()
-    own = yaml.safe_load((FOLDER / "models.yaml").read_text())
-    return dict(own[name] if name in own else known[name]["config"])
-
-
-def job_of_row(row: dict[str, Any]) -> Job:
+def job_of_row(row: Row) -> Job:
     """Raises Refusal where the planner does not take the recipe."""
-    from benchmarks.planners.other_trainers import KEPT, KEY
-    from zero_recipes.config import recipe as recipes
-    from zero_recipes.plan import job as plan_job
-
     given = {"model_name_or_path": row["model"], "dataset_name": "rows", "output_dir": "output"} | row["recipe"]
     given |= {"max_steps": 2, "use_peft": row["method"] != "full", "load_in_4bit": row["method"] == "qlora"}
-    recipe = recipes.parse_recipe(FOLDER / "rows.yaml", given, [])
-    ds_config = None
+    recipe, ds_config = recipes.parse_recipe(FOLDER / "rows.yaml", given, []), None
     if row["strategy"] not in ("single", "fsdp2"):
-        strategies = plan_job.read_strategies(recipe, [row["strategy"]], ROOT / "accelerate_configs")
-        ds_config = strategies[row["strategy"]]
+        ds_config = plan_job.read_strategies(recipe, [row["strategy"]], ROOT / "accelerate_configs")[row["strategy"]]
     if ds_config is not None:
         ds_config = ds_config | {"zero_optimization": ds_config["zero_optimization"] | row.get("ds", {})}
-    config = config_of(row["model"]) | {KEY: row.get("head", "fused")}
-    config |= {KEPT: True} if row.get("keeps_inputs") else {}
+    own = yaml.safe_load((FOLDER / "models.yaml").read_text())
+    config = own.get(row["model"]) or plan_job.known_models()[row["model"]]["config"]
+    config = config | {HEAD: row.get("head", "fused")} | ({KEPT: True} if row.get("keeps_inputs") else {})
     return plan_job.job_of(recipe, config, row["strategy"], ds_config, row["gpus"], row.get("per_node", 8))

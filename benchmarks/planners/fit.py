@@ -1,4 +1,4 @@
-"""What published rows decide of zero_recipes/plan/times.yaml: python benchmarks/planners/fit.py prints it.
+"""What published rows decide of zero_recipes/plan/times.yaml: python -m benchmarks.planners.fit prints it.
 
 Constants: those of FITTED, by coordinate search for the least mean of |log(planned / measured)|, every source with the
 weight of the root of its rows. Ranges: measured over planned at the quantiles LEVELS, every source with the same
@@ -7,16 +7,13 @@ source, without its rows: what a plan would have printed for a source that nobod
 """
 
 import math
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from benchmarks.planners import court
+from benchmarks.planners.court import Row
 from zero_recipes.plan import cost
 from zero_recipes.plan.formulas import predict_by_formulas, shape_of
 
@@ -24,27 +21,18 @@ FITTED = ("achievable", "activation_traffic", "layer_seconds", "gather_seconds",
 LEVELS = (0.1, 0.9)
 FEW, WIDER = 8, 1.25
 STEPS = (0.4, 0.1, 0.03)  # of the search, in logarithms
-Row = dict[str, Any]  # of times.yaml, with its job, prediction, card and seconds
 
 
 def prepared(rows: list[Row]) -> list[Row]:
-    found = []
+    """Each with its job, prediction, card and seconds. A fit plans it a thousand times, with its shape at hand."""
+    found, shapes = [], {}
     for row in rows:
         job = court.job_of_row(row)
         more = {"job": job, "prediction": predict_by_formulas(job), "card": court.gpu_of(row)}
         found.append(row | more | {"seconds": court.measured_seconds(row, job)})
+        shapes[id(job.config)] = shape_of(job.config, job.settings)
+    cost.shape_of = lambda config, settings: shapes[id(config)]
     return found
-
-
-@contextmanager
-def shapes_at_hand(rows: list[Row]) -> Iterator[None]:
-    """A fit plans each row a thousand times."""
-    known = {id(row["job"].config): shape_of(row["job"].config, row["job"].settings) for row in rows}
-    cost.shape_of = lambda config, settings: known[id(config)]
-    try:
-        yield
-    finally:
-        cost.shape_of = shape_of
 
 
 @contextmanager
@@ -119,13 +107,9 @@ def left_out(rows: list[Row]) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
-    rows = prepared(court.read_rows(court.FOLDER / "times.yaml"))
-    with shapes_at_hand(rows):
-        found = fitted(rows, cost.constants())
-    for name in FITTED:
-        print(f"{name}: {found[name]['value']:.3g}")
-    for name, ends in found["spread"].items():
-        print(f"{name}: [{ends[0]:.2f}, {ends[1]:.2f}]")
+    found = fitted(prepared(court.read_rows(court.FOLDER / "times.yaml")), cost.constants())
+    print(*(f"{name}: {found[name]['value']:.3g}" for name in FITTED), sep="\n")
+    print(*(f"{name}: [{low:.2f}, {high:.2f}]" for name, (low, high) in found["spread"].items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ hold them. Which of these a program did stands in its rows as `head`, from the s
 
 import sys
 
+from benchmarks.planners.court import HEAD, KEPT
 from zero_recipes.plan.simulator import parent
 
-KEY = "loss_head_of_row"  # in the job's model config, where model classes ignore it
-KEPT = "keeps_inputs_of_row"  # likewise
-HEADS = ("fused", "upcast", "upcast_shifted", "early_shifted", "shifted")
 # What is alive for each logit at the end of forward, log-softmax included; for rows that only formulas answer.
 BYTES_PER_LOGIT = {"upcast": 10, "upcast_shifted": 14, "early_shifted": 12, "shifted": 12}
 
@@ -37,7 +35,7 @@ def with_heads(worker):
 
 def with_head(build, job, *rest):
     """The trainer with the row's loss head. Each task has a process of its own: what is replaced stays replaced."""
-    head = job.config.get(KEY, "fused")
+    head = job.config.get(HEAD, "fused")
     if job.config.get(KEPT):
         keep_inputs_of_packed_products()
     if head != "fused":

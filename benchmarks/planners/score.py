@@ -1,159 +1,116 @@
-"""Score predictions.json against rows.yaml: python benchmarks/planners/score.py -> benchmarks/results/planners.json
+"""Score predictions.json against rows.yaml and times.yaml: python -m benchmarks.planners.score [--blind]
 
-Nothing is simulated: the predictions are what predict.py wrote down before. docs/plan.md cites the medians. `--blind`
-scores the rows of blind/ -> benchmarks/results/blind.json
+Nothing is simulated: the predictions are what predict.py wrote down before. Writes benchmarks/results/planners.json;
+`--blind` scores the rows of blind/ into blind.json. docs/plan.md cites the medians.
 """
 
-import argparse
 import csv
 import json
 import statistics
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.planners import court  # noqa: E402
-from benchmarks.planners.court import FOLDER, measured_bytes  # noqa: E402
-from zero_recipes.core.files import write_json  # noqa: E402
-from zero_recipes.plan.cost import constants, regime_of  # noqa: E402
-from zero_recipes.plan.formulas import overheads  # noqa: E402
+from benchmarks.planners.court import BLIND, FOLDER, ROOT, Row, job_of_row, measured_bytes, measured_seconds, read_rows
+from zero_recipes.core.files import write_json
+from zero_recipes.plan.cost import constants, regime_of
+from zero_recipes.plan.formulas import overheads
 
 OURS = "this planner"
 GOALS = {True: 0.03, False: 0.10}  # by `exact`
-GROUPS: dict[str, Callable[[dict[str, Any]], bool]] = {
+GROUPS = {
     "configuration and reading exact": lambda row: row["exact"],
     "allocator, live tensors": lambda row: row["read"] == "allocated" and not row["exact"],
     "allocator, reserved": lambda row: row["read"] == "reserved",
-    "reading not stated": lambda row: row["read"] in ("not stated", "nvidia-smi"),
+    "card, or reading not stated": lambda row: row["read"] in ("not stated", "nvidia-smi"),
     "one GPU, engine simulated": lambda row: row["gpus"] == 1 and row["found"]["source"] == "engine",
-    "ZeRO on several GPUs, engine simulated": lambda row: row["gpus"] > 1 and row["found"]["source"] == "engine",
+    "several GPUs, engine simulated": lambda row: row["gpus"] > 1 and row["found"]["source"] == "engine",
     "by formulas (FSDP, ZeRO++)": lambda row: row["found"]["source"] == "formulas",
-    "full fine-tuning": lambda row: row["method"] == "full",
-    "LoRA and QLoRA": lambda row: row["method"] != "full",
     "all rows": lambda row: True,
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blind", action="store_true", help="the rows of blind/")
-    blind = parser.parse_args().blind
-    folder = court.BLIND if blind else FOLDER
+def main(blind: bool) -> None:
+    folder = BLIND if blind else FOLDER
     predictions = json.loads((folder / "predictions.json").read_text())
-    rows = scored(court.read_rows(folder / "rows.yaml"), predictions["rows"])
-    times = scored_times(court.read_rows(folder / "times.yaml"), predictions["times"])
-    parts = ["all", *sorted({row["part"] for row in times if "part" in row})]
+    known = [row | {"found": predictions["rows"].get(row["id"])} for row in read_rows(folder / "rows.yaml")]
+    scored = [row | errors(row) for row in known if row["found"] and row["found"]["source"] != "none"]
+    rows, earlier = ([row for row in scored if ("part" in row) == seen] for seen in (False, True))
+    times = [scored_time(row, predictions["times"][row["id"]]) for row in read_rows(folder / "times.yaml")]
+    regimes = {
+        name: held([row for row in times if row["regime"] == name]) for name in sorted({row["regime"] for row in times})
+    }
     names = dict.fromkeys(name for row in rows for name in row["errors"])
     document = {
-        "groups": {
-            name: summary([row for row in rows if belongs(row)], OURS)
-            for name, belongs in GROUPS.items()
-            if any(belongs(row) for row in rows)
-        },
+        "groups": {name: summary(found) for name, of in GROUPS.items() if (found := [row for row in rows if of(row)])},
         "planners": {name: summary([row for row in rows if name in row["errors"]], name) for name in names},
         "cached": cached(),
-        "ranges": inside(rows),
-        "rows": {row["id"]: {name: round(error, 4) for name, error in row["errors"].items()} for row in rows},
-        "times": {
-            "parts": {part: held([row for row in times if part in ("all", row.get("part"))]) for part in parts},
-            "regimes": {
-                name: held([row for row in times if row["regime"] == name])
-                for name in sorted({r["regime"] for r in times})
-            },
-            "rows": {
-                row["id"]: {
-                    key: row[key] for key in ("regime", "seconds", "planned", "error", "left_out") if key in row
-                }
-                for row in times
-            },
-        },
+        "rows": {row["id"]: row["errors"] | row["inside"] for row in rows},
+        "times": {"all": held(times), "regimes": regimes, "rows": {row["id"]: row["scored"] for row in times}},
     }
+    if earlier:  # a blind set that is seen now
+        document["groups"]["blind 1"] = summary(earlier)
+        document["blind 1"] = {row["id"]: row["errors"] | row["inside"] for row in earlier}
     write_json(ROOT / "benchmarks" / "results" / ("blind.json" if blind else "planners.json"), document)
-    for name, found in (document["groups"] | document["planners"]).items():
-        print(f"{name:40} {found['rows']:3} rows, median {found['median']:.1%}, worst {found['worst']:+.1%}")
-    print(json.dumps(document["cached"] | document["ranges"]))
-    held_now = {
-        name: [found["held"], found["rows"], found.get("left_out")]
-        for name, found in document["times"]["regimes"].items()
-    }
-    if not blind and constants()["holds"] != held_now:
-        print(f"zero_recipes/plan/times.yaml: `holds` is of other predictions: {held_now}")
+    brief = {kind: document[kind] for kind in ("groups", "planners", "cached")} | {"times": regimes}
+    print(*(f"{kind}, {name}: {found}" for kind, part in brief.items() for name, found in part.items()), sep="\n")
+    counts = ("held", "rows", "left_out")
+    now = {name: [found[count] for count in counts if count in found] for name, found in regimes.items()}
+    if constants()["blind" if blind else "holds"] != now:
+        print(f"zero_recipes/plan/times.yaml: `{'blind' if blind else 'holds'}` is of other predictions: {now}")
     if not blind and sorted({row["gpu"] for row in times}) != constants()["cards"]:
         print("zero_recipes/plan/times.yaml: `cards` are others")
-    for name, found in (document["times"]["parts"] | document["times"]["regimes"]).items():
-        counts = f"held {found['held']}, left out {found.get('left_out')}"
-        print(f"times: {name:33} {found['rows']:3} rows, {counts}, median {found['median']:.1%}")
 
 
-def scored_times(published: list[dict[str, Any]], predictions: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of times.yaml, with the geometric middle of the planned range over the measured seconds, less one."""
-    rows = []
-    for row in published:
-        job, (low, high) = court.job_of_row(row), predictions[row["id"]]["step_seconds"]
-        seconds = court.measured_seconds(row, job)
-        found = {
-            "seconds": round(seconds, 3),
-            "planned": [low, high],
-            "error": round((low * high) ** 0.5 / seconds - 1, 4),
-        }
-        left_out = predictions[row["id"]].get("left_out")
-        if left_out is not None:
-            found["left_out"] = left_out[0] <= seconds <= left_out[1]
-        rows.append(row | found | {"regime": regime_of(job)})
-    return rows
+def scored_time(row: Row, predicted: dict[str, Any]) -> Row:
+    """With the geometric middle of the planned range over the measured seconds, less one, and whether the range that is
+    fitted without the row's source holds it."""
+    job, (low, high) = job_of_row(row), predicted["step_seconds"]
+    seconds = measured_seconds(row, job)
+    scored = {"regime": regime_of(job), "seconds": round(seconds, 3), "planned": [low, high]}
+    scored["error"] = round((low * high) ** 0.5 / seconds - 1, 4)
+    if "left_out" in predicted:
+        scored["left_out"] = predicted["left_out"][0] <= seconds <= predicted["left_out"][1]
+    return row | scored | {"scored": scored}
 
 
-def held(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def held(rows: list[Row]) -> dict[str, Any]:
     """How many measured seconds lie in the planned range, and in one that is fitted without the row's source."""
-    worst = max(rows, key=lambda row: abs(row["error"]))
-    left_out = {"left_out": sum(row["left_out"] for row in rows)} if "left_out" in rows[0] else {}
-    return {
-        "rows": len(rows),
-        "held": sum(row["planned"][0] <= row["seconds"] <= row["planned"][1] for row in rows),
-        "median": round(statistics.median(abs(row["error"]) for row in rows), 4),
-        "worst": worst["error"],
-        "worst_row": worst["id"],
-    } | left_out
+    found = {"rows": len(rows), "held": sum(row["planned"][0] <= row["seconds"] <= row["planned"][1] for row in rows)}
+    if "left_out" in rows[0]:
+        found["left_out"] = sum(row["left_out"] for row in rows)
+    return found | median_and_worst({row["id"]: row["error"] for row in rows})
 
 
-def scored(rows: list[dict[str, Any]], predictions: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows with a prediction, each with its errors by planner: predicted over measured, less one."""
-    known = [row | {"found": predictions[row["id"]]} for row in rows if row["id"] in predictions]
-    return [row | {"errors": errors(row)} for row in known if row["found"]["source"] != "none"]
-
-
-def errors(row: dict[str, Any]) -> dict[str, float]:
-    """Ours is of what was read: live tensors, with the cache of a card that is nearly full, or also with what is beside
-    them where the source does not say."""
+def errors(row: Row) -> dict[str, Any]:
+    """Predicted over measured, less one, by planner, and whether a plan's range holds the reading. Ours is of what was
+    read: live tensors, with the cache of a card that is nearly full (torch's own count has no CUDA and no NCCL in it),
+    or also with what is beside them where a card was read or the source does not say."""
     found, read, measured = row["found"], row["read"], measured_bytes(row)
+    beside = found["device"]["low"] - found["allocated"]
     ours = found["allocated"] * (1 if read == "allocated" else overheads().cached[0])
-    ours += 0 if read in ("allocated", "reserved") else beside(found)
-    others = {name: value for name, value in found["others"].items() if value is not None}
-    return {name: value / measured - 1 for name, value in ({OURS: ours} | others).items()}
-
-
-def beside(found: dict[str, Any]) -> int:
-    """Bytes of CUDA and NCCL in a prediction."""
-    return found["device"]["low"] - found["allocated"]
-
-
-def inside(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """How many readings lie in the range that a plan prints; torch's own count has no CUDA and no NCCL in it."""
-    read = [row for row in rows if row["read"] != "allocated"]
-    ends = [
-        [end - (beside(row["found"]) if row["read"] == "reserved" else 0) for end in row["found"]["device"].values()]
-        for row in read
-    ]
-    held = [low <= measured_bytes(row) <= high for row, (low, high) in zip(read, ends, strict=True)]
+    ours += 0 if read in ("allocated", "reserved") else beside
+    ratios = {OURS: ours} | {name: value for name, value in found["others"].items() if value is not None}
+    low, high = (end - (beside if read == "reserved" else 0) for end in found["device"].values())
     return {
-        f"{name} inside range": f"{sum(h for h, row in zip(held, read, strict=True) if row['read'] in of)} of "
-        f"{sum(row['read'] in of for row in read)}"
-        for name, of in {"reserved": ("reserved",), "not stated": ("not stated", "nvidia-smi")}.items()
+        "errors": {name: round(value / measured - 1, 4) for name, value in ratios.items()},
+        "inside": {} if read == "allocated" else {"inside": low <= measured <= high},
     }
+
+
+def summary(rows: list[Row], name: str = OURS) -> dict[str, Any]:
+    """`ours`: the median of this planner on the same rows. `inside`: readings inside the printed range, of how many."""
+    found = {"rows": len(rows)} | median_and_worst({row["id"]: row["errors"][name] for row in rows})
+    if name != OURS:
+        return found | {"ours": median_and_worst({row["id"]: row["errors"][OURS] for row in rows})["median"]}
+    read = [inside for row in rows for inside in row["inside"].values()]
+    found["within_goal"] = sum(abs(row["errors"][OURS]) <= GOALS[row["exact"]] for row in rows)
+    return found | ({"inside": [sum(read), len(read)]} if read else {})
+
+
+def median_and_worst(errors: dict[str, float]) -> dict[str, Any]:
+    worst = max(errors, key=lambda name: abs(errors[name]))
+    median = round(statistics.median(map(abs, errors.values())), 4)
+    return {"median": median, "worst": errors[worst], "worst_row": worst}
 
 
 def cached() -> dict[str, float]:
@@ -166,19 +123,5 @@ def cached() -> dict[str, float]:
     return {"pairs": len(ratios)} | {name: round(value, 3) for name, value in values.items()}
 
 
-def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """`ours`: the median of this planner on the same rows."""
-    sizes = [abs(row["errors"][name]) for row in rows]
-    worst = max(rows, key=lambda row: abs(row["errors"][name]))
-    return {
-        "rows": len(rows),
-        "median": round(statistics.median(sizes), 4),
-        "worst": round(worst["errors"][name], 4),
-        "worst_row": worst["id"],
-        "within_goal": sum(abs(row["errors"][name]) <= GOALS[row["exact"]] for row in rows),
-        "ours": round(statistics.median(abs(row["errors"][OURS]) for row in rows), 4),
-    }
-
-
 if __name__ == "__main__":
-    main()
+    main(blind="--blind" in sys.argv[1:])

@@ -111,7 +111,7 @@ def test_offload_pays_for_the_link_and_for_adam_on_the_cpu():
     asked = job("zero2_offload", ranks=2)
     crossing = 2 * GB / 2 * (2 + 1)  # gradients of two passes, weights once, half of a billion parameters each
     found = cost.estimate(asked, made_up(asked, GB), H100)
-    adam = GB / cost.constant("cpu_adam")  # two halves on one machine
+    adam = 2 * GB / cost.constant("cpu_adam")  # two halves on one machine, in each of two passes
     assert found.offloading == pytest.approx(crossing / (64e9 * 0.65) + adam)
     ends = zip(*(cost.constants()["spread"][kind] for kind in ("long passes", "offload")), strict=True)
     beside = found.computing + found.communicating + found.waiting

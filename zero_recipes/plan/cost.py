@@ -233,7 +233,7 @@ def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> float:
     trained, held = prediction.trainable_parameters / job.world_size, prediction.parameters / job.world_size
     crossing = 2 * trained * (passes + 1) if zero.offload_optimizer else 0.0  # gradients in each pass, weights once
     crossing += 2 * 2 * passes * held if zero.offload_param else 0  # up for forward and for backward
-    updated = trained * here if zero.offload_optimizer else 0
+    updated = trained * here * passes if zero.offload_optimizer else 0  # times.yaml: gradients meet there in each pass
     swapped = 2 * 16 * trained * here if zero.offload_optimizer == "nvme" else 0
     swapped += 2 * (2 * passes + 1) * held * here if zero.offload_param == "nvme" else 0
     parts = {"host_share": crossing / (gpu.host_gb_s * 1e9), "cpu_adam": updated, "nvme": swapped}
