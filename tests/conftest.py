@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.helpers.group import Group
-from tests.helpers.remembered import remember
+from tests.helpers.worker import remember
 
 CHEAP_FIRST = ("unit", "plan", "engine", "upstream", "launch")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.launched import set_by_launch
 from tests.helpers.tiny import write_recipe
+from tests.helpers.two_ranks import set_by_launch
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.checks.preflight import preflight, resolved_ds_config
 from zero_recipes.checks.rehearsal import _handed_over
@@ -83,7 +83,7 @@ def test_accelerate_files_brought_along_run_with_what_the_launch_sets(one, two, 
     file, path = tmp_path / "a.yaml", write_recipe(tmp_path, save_model=True, save_strategy="steps", save_steps=2)
     file.write_text(f"compute_environment: LOCAL_MACHINE\nnum_machines: 1\nnum_processes: 8\n{text}")
     argv, environment = [str(path), "--output_dir", str(tmp_path / "out")], set_by_launch(file, 2)
-    ended = (one if processes == 1 else two).run("launched.launched", argv=argv, environment=environment)
+    ended = (one if processes == 1 else two).run("train", argv=argv, environment=environment)
     metrics = ended[0]["metrics"]
     assert (metrics["status"], metrics["strategy"]) == ("ok", strategy) and verify(tmp_path / "out")["tensors"] == 28
     assert list((tmp_path / "out").glob("checkpoint-2/*.safetensors")), "checkpoints hold a model too"

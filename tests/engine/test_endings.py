@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers.grid import grid
 from tests.helpers.sample_cases import strict
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, write_recipe
 from zero_recipes.checkpoint.save import checkpoint_fault, entries_of, refuse_bad_numbers
 

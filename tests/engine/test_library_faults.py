@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers.grid import grid
+from tests.helpers.group import CaseFailed
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, named, write_recipe
 
 # DeepSpeed 0.19.8, engine.py: at stage 0 in bf16 it takes an Adam step with zero gradients before training
@@ -26,8 +27,8 @@ def test_generation_at_stage_3_needs_its_trace_forgotten(two, tmp_path):
     """Fails when DeepSpeed and TRL's fused LM head no longer collide: then remove forget_trace_of_generation."""
     recipe = write_recipe(tmp_path, eval_strategy="steps", eval_steps=100, sample_prompts=4, sample_max_new_tokens=4)
     argv = arguments(recipe, "zero3", tmp_path / "out")
-    for message in two.run("train_without_forgetting", argv=argv):
-        assert "in flight" in message or "size of tensor a (0)" in message  # by what is prefetched when
+    with pytest.raises(CaseFailed, match=r"in flight|size of tensor a \(0\)"):  # by what is prefetched when
+        two.run("train", argv=argv, left_out="zero_recipes.training.samples.forget_trace_of_generation")
 
 
 # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: releases of the trace of generation
@@ -38,9 +39,9 @@ def test_samples_before_training_make_no_step_gather_twice(two, tmp_path):
     recipe = write_recipe(tmp_path, max_steps=10)
     argv = [str(recipe), *named("zero3"), "--overwrite", "true", "--output_dir", str(tmp_path / "out")]
     asked = [*argv, "--sample_prompts", "3", "--sample_max_new_tokens", "6"]
-    plain = two.run("fault_cases.sent_a_step", argv=argv, patched=True)[0]
-    faulty = two.run("fault_cases.sent_a_step", argv=asked, patched=False)[0]
-    found = two.run("fault_cases.sent_a_step", argv=asked, patched=True)[0]
+    plain = two.run("step_cases.sent_a_step", argv=argv, patched=True)[0]
+    faulty = two.run("step_cases.sent_a_step", argv=asked, patched=False)[0]
+    found = two.run("step_cases.sent_a_step", argv=asked, patched=True)[0]
     assert {name: found[name] for name in plain} == plain, found  # beside it a flag where the order is recorded anew
     assert faulty["all_gather"] > 1.5 * plain["all_gather"] and faulty["reduce_scatter"] == plain["reduce_scatter"]
 
@@ -52,7 +53,7 @@ def test_samples_before_training_make_no_step_gather_twice(two, tmp_path):
 def test_a_model_that_takes_longer_to_write_than_a_collective_may_is_saved(two, tmp_path, strategy):
     recipe = write_recipe(tmp_path, max_steps=1, save_model=True)
     argv = arguments(recipe, strategy, tmp_path / "out")
-    assert two.run("fault_cases.train_with_a_slow_writer", argv=argv) == ["saved", "saved"]
+    two.run("step_cases.train_with_a_slow_writer", argv=argv)
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
@@ -61,5 +62,5 @@ def test_deepspeeds_own_groups_have_the_time_of_the_run(two, tmp_path, patched):
     """Unpatched it fails when DeepSpeed hands its timeout on: then patches.patch_timeouts may go."""
     recipe = write_recipe(tmp_path, max_steps=1)
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--ddp_timeout", "4321", *named("zero2")]
-    made = set(two.run("fault_cases.timeouts", argv=argv, patched=patched)[1])
+    made = set(two.run("step_cases.timeouts", argv=argv, patched=patched)[1])
     assert made == {4321} if patched else 4321 not in made

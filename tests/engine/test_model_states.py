@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.grid import grid
+from tests.helpers.seeded import grid
 from tests.helpers.state_terms import AUTOCAST, BF16_STATES, model_state_terms
 from tests.helpers.tiny import arguments, write_recipe
 from zero_recipes.libs.deepspeed import STATE_PARTS

@@ -10,7 +10,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests.helpers import flash_stand_in
 from tests.helpers.faults import found_in
-from tests.helpers.grid import grid
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import write_recipe, write_rows
 from zero_recipes.checks.rules import options
 from zero_recipes.libs import patches

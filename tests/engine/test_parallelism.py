@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from tests.helpers.grid import grid
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, weights_apart, write_recipe
 from zero_recipes.checkpoint.verify import verify
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.helpers.grid import grid
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import NEVER_KEPT, ROOT, write_model, write_recipe
 from zero_recipes.theory.zero_paper import PLUS_PLUS, paper_volume, plus_plus_units
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.helpers.grid import grid
 from tests.helpers.sample_cases import strict
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, arguments, named, write_recipe
 from zero_recipes.checkpoint.verify import verify
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import STRATEGIES
-from tests.helpers.grid import grid
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, llama_config, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.checks.capacity import checkpoint_bytes, read_at_resume

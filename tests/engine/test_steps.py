@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.grid import grid
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import named, write_recipe, write_rows
 
 STEPS = 4

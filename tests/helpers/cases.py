@@ -1,22 +1,28 @@
 """What the workers of tests/helpers/group.py run. Every case is called on all ranks; arguments and results are JSON."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import run_sft
-from tests.helpers.around import before
-from tests.helpers.unchecked import without_rules
+from tests.helpers.around import before, without, without_rules
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 
-def train(argv: list[str]) -> dict:
-    """One whole run of run_sft.py in this process group; what the engine really was, and metrics.json."""
-    run = run_sft.prepare(argv)
-    trainer = run_sft.train(run)
+def train(argv: list[str], left_out: str | None = None, environment: dict[str, str] | None = None) -> dict:
+    """One whole run of run_sft.py in this process group; what the engine really was, and metrics.json.
+
+    `left_out`: the dotted name of a function that does nothing meanwhile; `environment`: what a launcher sets.
+    """
+    os.environ.update(environment or {})
+    with without(left_out):
+        run = run_sft.prepare(argv)
+        trainer = run_sft.train(run)
     trainer.accelerator.wait_for_everyone()  # rank 0 writes the files
+    parameters = list(trainer.model.parameters())
     engine = trainer.model_wrapped
     optimizer = getattr(engine, "optimizer", None)
     return {
@@ -26,11 +32,13 @@ def train(argv: list[str]) -> dict:
         "world_size": trainer.accelerator.num_processes,
         "metrics": json.loads((run.output_dir / "metrics.json").read_text()),
         "groups": parameter_groups(trainer),
+        "shapes": [list(p.shape) for p in parameters],
+        "placements": sorted({str(getattr(p, "placements", None)) for p in parameters}),
         # at stage 3, [number of groups that hold the model whole, ranks in each] of all parameters
         "hpz_groups": sorted(
             {
                 (p.ds_secondary_tensor_num_of_groups, p.ds_secondary_tensor_group_size)
-                for p in trainer.model.parameters()
+                for p in parameters
                 if hasattr(p, "ds_id")
             }
         ),
@@ -151,18 +159,6 @@ def fresh_adam_on_resume() -> dict:
         steps = max(float(tensors["step"]) for tensors in optimizer.state.values())
         left[name] = {"steps": steps, "masters_are_the_weights": all(same)}
     return left
-
-
-def train_without_forgetting(argv: list[str]) -> str:
-    """The error of a stage 3 run that generates before training and keeps the trace."""
-    from zero_recipes.training import samples
-
-    with mock.patch.object(samples, "forget_trace_of_generation", lambda engine: None):
-        try:
-            train(argv)
-            return "no error"
-        except (AssertionError, RuntimeError) as error:
-            return str(error)[-200:]
 
 
 def attends_by_row() -> bool:

@@ -2,7 +2,6 @@
 or micro batches."""
 
 from collections.abc import Iterator
-from unittest import mock
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -10,10 +9,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import run_sft
-from tests.helpers.cases import train
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows
-from zero_recipes.training import token_loss
 
 Rows = list[dict[str, list[int]]]
 
@@ -92,9 +89,3 @@ def evaluate_plainly(argv: list[str]) -> float:
     model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype=torch.float32)
     with torch.no_grad():
         return float(token_weighted(token_losses(model, rows)))
-
-
-def train_with_repeated_rows(argv: list[str]) -> dict:
-    """`train`, with the loss of the rows that accelerate repeats left in place."""
-    with mock.patch.object(token_loss, "without_loss", lambda *_: None):
-        return train(argv)

@@ -1,12 +1,14 @@
-"""Cases of ZeRO's family for tests/helpers/group.py: NVMe, ZeRO++."""
+"""Cases for tests/helpers/group.py: NVMe, ZeRO++, FSDP2, Ulysses, weights in 4 bit."""
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import deepspeed
 import torch
 from deepspeed import comm
 from deepspeed.ops import op_builder
@@ -15,11 +17,13 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
 from deepspeed.utils import groups
 
+import run_sft
 from tests.helpers import quantizer_on_cpu
-from tests.helpers.around import before
+from tests.helpers.around import before, without_rules
 from tests.helpers.cases import refusal_of, train
-from tests.helpers.unchecked import without_rules
 from zero_recipes.checkpoint.output_dir import SWAPPED
+from zero_recipes.libs import fsdp
+from zero_recipes.libs.deepspeed import packed_weights
 from zero_recipes.libs.patches import patch_quantized_gradients
 from zero_recipes.metrics.callback import StageMetricsCallback
 
@@ -42,16 +46,6 @@ def train_and_look_at_swap_files(argv: list[str], disk: str) -> dict:
     seeing = mock.patch.object(Swapper, "reserve_partitioned_swap_space", see)
     with seeing, before(StageMetricsCallback, "end_steps", look):
         return train(argv) | found
-
-
-def failure_of(argv: list[str]) -> str:
-    """The error that a run ends with, its combinations unchecked."""
-    try:
-        with without_rules():
-            train(argv)
-        return "no error"
-    except Exception as error:
-        return str(error)
 
 
 @contextlib.contextmanager
@@ -122,3 +116,70 @@ def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
             spoiled, clean = scaled([one, whole], pairs)
             found[name] = [bool(spoiled.isfinite().any()), bool(clean.isfinite().all())]
     return found
+
+
+def train_as_accelerate(argv: list[str]) -> dict:
+    """`train` under accelerate's own mixed precision."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    with mock.patch.object(fsdp, "MixedPrecisionPolicy", lambda **_: plugin.mixed_precision_policy):
+        return train(argv)
+
+
+def gathered_after_evaluation(argv: list[str]) -> dict[str, list[str]]:
+    """Parameters that an evaluation leaves gathered, and those that are so once `reshard` was called."""
+    from torch.distributed.tensor import DTensor
+
+    trainer = run_sft.train(run_sft.prepare(argv))
+
+    def gathered() -> list[str]:
+        return [name for name, p in trainer.model.named_parameters() if not isinstance(p, DTensor)]
+
+    trainer.evaluate()
+    before = gathered()
+    fsdp.reshard_model(trainer.model)
+    return {"before": before, "after": gathered()}
+
+
+def train_with_a_mean_for_each_micro_batch(argv: list[str]) -> dict:
+    """`train`, with the loss left to transformers and TRL."""
+    from trl import SFTTrainer
+
+    from zero_recipes.training.trainer import ZeroSFTTrainer
+
+    left_to_trl = mock.patch.object(ZeroSFTTrainer, "compute_loss", SFTTrainer.compute_loss)
+    counts = before(ZeroSFTTrainer, "train", lambda self, *_: setattr(self, "model_accepts_loss_kwargs", False))
+    with left_to_trl, counts:
+        return train(argv)
+
+
+def train_quantised(argv: list[str], left_out: str | None = None) -> dict:
+    """`train` over quantised weights, and what became of them on this rank."""
+    kept = []
+    with before(StageMetricsCallback, "on_train_end", lambda *_, model, **__: kept.append(model)):
+        result = train(argv, left_out)
+    packed = list(packed_weights(kept[0]))
+    return result | {
+        "packed": len(packed),
+        "repacked": any(getattr(state, "packing_format_for_cpu", False) for _, state in packed),
+        "packed_bytes_here": sum(bytes_here(weight) for weight, _ in packed),
+        "packed_sha256": sha256_of([weight for weight, _ in packed]),
+    }
+
+
+def bytes_here(weight) -> int:
+    """Of a parameter's memory on this rank, between two steps."""
+    return fsdp.local(getattr(weight, "ds_tensor", weight)).untyped_storage().nbytes()
+
+
+def sha256_of(weights: list) -> str:
+    """Of all bits of these parameters, whole. Collective where they are shared out."""
+    digest = hashlib.sha256()
+    for weight in weights:
+        gathered = deepspeed.zero.GatheredParameters(weight) if hasattr(weight, "ds_id") else contextlib.nullcontext()
+        with gathered:
+            whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            digest.update(whole.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

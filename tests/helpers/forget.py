@@ -3,8 +3,10 @@
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from deepspeed.runtime import torch_autocast
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_recipes.core.process import CLOCK
 
@@ -23,3 +25,7 @@ def forget_last_run() -> None:
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     # DeepSpeed 0.19.8, torch_autocast.py: set by the first engine that has it, and later ones go by it
     torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
+    # DeepSpeed 0.19.8, runtime/sequence_parallel: Ulysses' attention and groups
+    ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)  # of the instance; the class still has transformers' own
+    parallel_state_sp._release_sequence_parallel_groups()
+    groups.mpu = None

@@ -11,7 +11,7 @@ import cpuinfo  # noqa: E402
 
 import tests.helpers.cases  # noqa: E402
 import tests.helpers.forget  # noqa: E402, F401
-from tests.helpers.remembered import remember  # noqa: E402
+from tests.helpers.worker import remember  # noqa: E402
 
 for name in (  # what a run imports later
     "deepspeed.module_inject.auto_ep_layer",

@@ -1,4 +1,4 @@
-"""One seed for all that tests draw, ZERO_RECIPES_SEED, and one file for what the grids have counted with it."""
+"""One seed for all that tests draw, ZERO_RECIPES_SEED; cases of `make grid`, and one file for what they count."""
 
 import json
 import os
@@ -6,6 +6,8 @@ import random
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from zero_recipes.core.files import write_json
 from zero_recipes.core.host import hardware_facts, library_versions
@@ -24,3 +26,8 @@ def count(kind: str, name: str, **found: Any) -> None:
     found |= {"seed": SEED, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     document["kinds"].setdefault(kind, {})[name] = found
     write_json(RESULT, document | {"hardware": hardware_facts("cpu"), "versions": library_versions()})
+
+
+def grid(*values: Any) -> Any:
+    """Parameters of a case that runs under `make grid` alone: a repetition of what others of its test show."""
+    return pytest.param(*values, marks=pytest.mark.grid)

@@ -1,4 +1,4 @@
-"""A script as processes without a launcher between them and the test, forked with the libraries imported."""
+"""A script as processes without a launcher between them and the test, and what a launcher sets for such processes."""
 
 import atexit
 import os
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from tests.helpers.group import ENVIRONMENT, SERVER, start_server
-from tests.helpers.launched import environment_of_launch
 from tests.helpers.tiny import ROOT
 from tests.helpers.worker import enter
 from zero_recipes.core.process import free_port
@@ -63,3 +62,27 @@ def _run(script: str, argv: list[str], environment: dict[str, str], out: Path, e
         runpy.run_path(str(ROOT / script), run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # as at an interpreter's end; a forked process has none
+
+
+def environment_of_launch(path: Path, num_processes: int | None) -> dict[str, str]:
+    """The environment that it gives to what it starts, without ranks. Raises whatever accelerate raises."""
+    from accelerate.commands import launch
+    from accelerate.utils import launch as prepared
+
+    options = ["--config_file", str(path), *(["--num_processes", str(num_processes)] if num_processes else [])]
+    args = launch.launch_command_parser().parse_args([*options, "--main_process_port", "0", "run_sft.py"])
+    args, defaults, from_file = launch._validate_launch_command(args)
+    if args.use_deepspeed:
+        fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        return prepared.prepare_deepspeed_cmd_env(args)[1]
+    if args.use_fsdp or args.multi_gpu:
+        return prepared.prepare_multi_gpu_env(args)
+    return prepared.prepare_simple_launcher_cmd_env(args)[1]
+
+
+def set_by_launch(path: Path, num_processes: int | None) -> dict[str, str]:
+    """What `accelerate launch --config_file path` sets for the processes that it starts, but where they meet."""
+    environment = environment_of_launch(path, num_processes).items()
+    left_out = ("PYTHON", "KMP", "OMP", "MASTER")
+    return {name: text for name, text in environment if os.environ.get(name) != text and not name.startswith(left_out)}

@@ -6,11 +6,15 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import traceback
 from contextlib import suppress
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from fsspec import spec
 
 
 def be_rank(rank: int, world_size: int, port: int, log: Path, environment: dict, group: Connection) -> None:
@@ -88,3 +92,18 @@ def end_engines() -> None:
     for value in gc.get_objects():
         if type(value) is DeepSpeedEngine:
             value.destroy()
+
+
+def remember() -> None:
+    """What tiny runs work out again and again is kept for the rest of the process: a sixth of such a run.
+
+    Installed packages' metadata, which each question for a version parses anew, and compiled patterns.
+
+    A package folder that a test makes has a path of its own. Of patterns Python keeps 512, and transformers' and
+    datasets' are more than that; of each folder of rows datasets asks for some sixty names, several times a run.
+    """
+    parse = metadata.PathDistribution.metadata.fget
+    parsed = functools.cache(lambda path: parse(metadata.PathDistribution(path)))
+    metadata.PathDistribution.metadata = property(lambda self: parsed(self._path))
+    spec.glob_translate = functools.cache(spec.glob_translate)
+    re._MAXCACHE = 2**14

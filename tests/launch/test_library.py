@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from tests.helpers.launched import environment_of_launch
 from tests.helpers.tiny import ROOT
-from tests.helpers.two_ranks import two_ranks
+from tests.helpers.two_ranks import environment_of_launch, two_ranks
 from zero_recipes.checkpoint.save import checkpoint_fault
 from zero_recipes.cli import main as cli
 from zero_recipes.metrics.read_runs import read_runs

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.grid import grid
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, write_recipe
 from tests.helpers.two_ranks import two_ranks
 

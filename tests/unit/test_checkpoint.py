@@ -12,8 +12,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import TrainerState
 
 from tests.helpers.damage import DAMAGES, refusal_of
-from tests.helpers.grid import grid
-from tests.helpers.seeded import count, draw
+from tests.helpers.seeded import count, draw, grid
 from zero_recipes.checkpoint import resume, save
 from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_other_data
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinished, numbered, resolve_resume_checkpoint

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch.utils.file_baton import FileBaton
 
 from tests.helpers.faults import Side
-from tests.helpers.launched import environment_of_launch
+from tests.helpers.two_ranks import environment_of_launch
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes

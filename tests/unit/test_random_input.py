@@ -7,11 +7,10 @@ from contextlib import chdir
 
 import pytest
 
-from tests.helpers.grid import grid
-from tests.helpers.launched import set_by_launch
 from tests.helpers.mutations import write_mutated
-from tests.helpers.seeded import count, draw
+from tests.helpers.seeded import count, draw, grid
 from tests.helpers.tiny import write_recipe
+from tests.helpers.two_ranks import set_by_launch
 from zero_recipes.cli import main as cli
 from zero_recipes.config.accelerate import launched_environment
 

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.grid import grid
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, named, write_model, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
 
