@@ -1,4 +1,4 @@
-"""A run begins with the checkpoint's weights, all of them and no others, or it is refused with the tensor's name."""
+"""A run begins with the checkpoint's weights, all of them and no others, or it is refused; rows are made once."""
 
 import shutil
 from pathlib import Path
@@ -56,3 +56,14 @@ def test_what_the_model_itself_ignores_is_no_refusal(two, recipe, tmp_path, stra
     old |= {f"{attention}.masked_bias": torch.tensor(-1e9), f"{attention}.rotary_emb.inv_freq": torch.ones(2)}
     result = two.run("train", argv=with_tensors(recipe, tmp_path, strategy, **old))[0]
     assert result["metrics"]["status"] == "ok"
+
+
+def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
+    """Rank 0 tokenises both splits, rank 1 nothing; a second run finds them, a run with other arguments does not."""
+    path = write_recipe(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1)
+    argv = [str(path), "--output_dir", str(tmp_path / "out"), "--overwrite", "true"]
+    cache = str(tmp_path / "cache")
+    assert two.run("splits_tokenised", argv=argv, cache=cache) == [2, 0]
+    assert two.run("splits_tokenised", argv=argv, cache=cache) == [0, 0]
+    assert two.run("splits_tokenised", argv=[*argv, "--max_length", "99"], cache=cache) == [2, 0]
+    assert (tmp_path / "out.previous" / "metrics.json").is_file(), "an overwritten run is kept"

@@ -1,13 +1,19 @@
 """metrics.json: exactly the contract's keys, and numbers that an independent count agrees with."""
 
+import json
+
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers.seeded import grid
+from tests.helpers.tiny import NEVER_KEPT, ROOT, arguments, write_recipe
 from zero_recipes.core.process import PHASES
 from zero_recipes.data.forms import alpaca_row
 from zero_recipes.metrics.schema import Metrics
+from zero_recipes.theory.zero_paper import paper_volume
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +79,49 @@ def test_communication_is_what_went_through_the_collectives(epoch):
         assert set(sent[strategy]) == {"all_reduce", "all_gather"}
         assert 0 <= sent[strategy]["all_reduce"] - 2 * psi < 64, "gradients, and a few flags beside them"
         assert 0 <= sent[strategy]["all_gather"] - 2 * psi < 64, "parameters, and the alignment of the flat groups"
+
+
+def test_a_tracker_has_speed_memory_and_communication_of_each_step(two, tmp_path):
+    """As read back from tensorboard's own file."""
+    recipe = write_recipe(tmp_path, report_to="tensorboard", env={"TENSORBOARD_LOGGING_DIR": str(tmp_path / "written")})
+    metrics = two.run("train", argv=arguments(recipe, "zero2", tmp_path / "out"))[0]["metrics"]
+    events = EventAccumulator(str(tmp_path / "written")).Reload()
+    names = ("loss", "tokens_per_second", "peak_memory_bytes", "communication_bytes_per_step")
+    found = {name: [event.value for event in events.Scalars(f"train/{name}")] for name in names}
+    assert found["loss"] == pytest.approx(metrics["loss_history"], rel=1e-3)
+    peaks, highest = found["peak_memory_bytes"], max(peak["rss"] for peak in metrics["peak_memory_bytes"])
+    assert peaks == sorted(peaks) and peaks[-1] <= highest * 1.001
+    assert set(found["communication_bytes_per_step"][1:]) == {sum(metrics["communication_bytes_per_step"].values())}
+    assert all(min(values) > 0 for values in found.values()), found
+
+
+# what DeepSpeed sends, by stage and micro steps
+
+
+# Φ a step by DeepSpeed's source: stages 1 and 2 all-reduce gradients (2Φ, or 1Φ where each part goes to its owner
+# alone; stage 2 at every micro step) and gather the parameters (1Φ); stage 3 gathers and reduces at every micro step,
+# and gathers anew for backward what it does not keep
+OWNERS = {"use_multi_rank_bucket_allreduce": False}
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "zero", "wanted"),
+    [
+        grid(0, 2, {}, 2),
+        (1, 2, {}, 2 + 1),
+        (1, 1, OWNERS, 1 + 1),
+        (2, 2, {}, 2 * 2 + 1),
+        grid(2, 2, OWNERS, 2 * 1 + 1),
+        (3, 2, NEVER_KEPT, 2 * (2 + 1)),  # after the first step, in which it learns
+        (3, 2, {"stage3_param_persistence_threshold": 0}, 2 * (1 + 1)),
+    ],
+)
+def test_each_step_sends_what_the_source_says(two, tmp_path, stage, accumulation, zero, wanted):
+    config = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
+    config["zero_optimization"] |= zero
+    recipe = write_recipe(tmp_path, deepspeed=config, gradient_accumulation_steps=accumulation, max_steps=6)
+    metrics = two.run("train", argv=[str(recipe), "--output_dir", str(tmp_path / "out")])[0]["metrics"]
+    phi, sent = 2 * metrics["trainable_parameters"], metrics["communication_bytes_per_step"]
+    assert paper_volume(sent) / phi == pytest.approx(wanted, rel=0.02)
+    if zero is OWNERS:
+        assert sent["reduce"] + sent.get("all_reduce", 0) == pytest.approx(sent["all_gather"] * accumulation, rel=0.05)

@@ -1,13 +1,15 @@
 """Mixtures of experts under the sharding strategies train as a plain run does."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from tests.helpers.faults import ds_config
 from tests.helpers.seeded import grid
-from tests.helpers.tiny import arguments, weights_apart, write_recipe
+from tests.helpers.tiny import arguments, named, weights_apart, write_experts, write_recipe
 from zero_recipes.checkpoint.verify import verify
 
 KEYS = {"bf16": False, "max_steps": 4, "global_batch_size": 8, "save_model": True}
@@ -39,3 +41,18 @@ def test_a_mixture_of_experts_trains_as_under_ddp(two, experts, tmp_path, strate
     losses, out = trained(two, recipe, tmp_path / "out", strategy)
     assert losses == pytest.approx(wanted, rel=1e-5) and wanted[-1] < wanted[0]
     assert weights_apart(out, folder) < 1e-5
+
+
+@pytest.mark.private
+def test_experts_of_their_own_need_leaf_modules(two, tmp_path):
+    """Stage 2's gradients are wrong (ZR285): fails when DeepSpeed no longer mixes them up, then drop that refusal."""
+    recipe = write_recipe(tmp_path, trust_remote_code=True, bf16=False)
+    write_experts(tmp_path / "model")
+
+    def losses(*how: str, case: str = "train") -> list[float]:
+        argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--overwrite", "true", *how]
+        return two.run(case, argv=argv)[0]["metrics"]["loss_history"]
+
+    right, stage_2 = losses(*named("zero0")), losses(*named("zero2"), case="train_unchecked")
+    stage_3 = losses("--deepspeed", json.dumps(ds_config(3, leaf_module={"classes": ["OwnSparseMoeBlock"]})))
+    assert stage_3 == pytest.approx(right, rel=1e-5) and stage_2 != pytest.approx(right, rel=1e-4)

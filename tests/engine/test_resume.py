@@ -26,6 +26,8 @@ SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
         ("ddp", True, LORA),
         ("zero2", True, LORA),
         ("zero3", False, {}),
+        ("zero2_bf16_states", True, {}),
+        ("zero3_bf16_states", True, {}),
         ("zero3_offload", True, LORA | {"peft_config": {"init_lora_weights": "pissa_niter_4"}}),
         ("fsdp2", False, LORA),
     ],

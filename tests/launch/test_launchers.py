@@ -68,7 +68,7 @@ def test_torchrun_with_the_recipes_ds_config_trains_as_accelerate(used_by, small
 ON_CPUS = [name for name in all_strategies() if name not in ("zero3", *GPUS_ONLY)]
 
 
-@pytest.mark.grid  # what each launch sets: unit/test_used_by.py
+@pytest.mark.grid  # what each launch sets: unit/test_launch.py
 @pytest.mark.parametrize("strategy", ON_CPUS)
 def test_the_used_by_line_trains_under_every_strategy(used_by, small, tmp_path, strategy):
     more = ["--nvme_path", str(tmp_path)] if strategy.endswith("infinity") else []

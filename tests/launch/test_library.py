@@ -1,7 +1,11 @@
-"""The programs of docs/your_own.md, "In your own program", run as printed; `zero-recipes report` reads their files."""
+"""The programs of docs/your_own.md, "In your own program", and docs/lesson.ipynb run as printed."""
 
 import ast
+import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -47,3 +51,12 @@ def test_the_programs_of_the_page(tmp_path, monkeypatch, strategy):
     assert [path.name for path in (tmp_path / "sft").glob("checkpoint-*")] == ["checkpoint-4"]
     assert checkpoint_fault(tmp_path / "sft" / "checkpoint-4") is None
     assert cli.main(["report", str(tmp_path)]) == 0
+
+
+@pytest.mark.grid
+def test_the_notebook_runs(tmp_path):
+    cells = json.loads((ROOT / "docs" / "lesson.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    (tmp_path / "lesson.py").write_text("\n\n".join(code))
+    environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, str(tmp_path / "lesson.py")], cwd=ROOT, env=environment, check=True)

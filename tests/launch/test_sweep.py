@@ -1,4 +1,4 @@
-"""A sweep of two values, one of which is refused; and its report. A sweep that is stopped."""
+"""A sweep of two values, one of which is refused, and its report; one that is stopped; `tune` with real runs."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from tests.helpers.two_ranks import run_of_sweep
 from zero_recipes.cli import main as cli
 from zero_recipes.cli import sweep
 from zero_recipes.metrics.read_runs import read_runs
+from zero_recipes.metrics.schema import Metrics
 from zero_recipes.report import read
 
 BUCKET = "zero_optimization.reduce_bucket_size"
@@ -58,3 +59,18 @@ def test_a_sweep_that_is_stopped_leaves_no_process(tmp_path):
     running.terminate()
     assert running.wait(timeout=60) == 128 + signal.SIGTERM
     assert psutil.wait_procs(started, timeout=10)[1] == []
+
+
+def test_what_runs_is_measured_and_written_and_what_does_not_is_a_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sweep, "_run", run_of_sweep)
+    keys = {"max_length": 64, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}  # one split, no packs
+    recipe = write_recipe(tmp_path, save_model=True, eval_strategy="steps", eval_steps=1, sample_prompts=2, **keys)
+    argv = ["tune", str(recipe), "--strategies", "zero2,zero2_autocast", "--output_dir", str(tmp_path / "runs")]
+    assert cli.main(argv) == 0
+    told, new = capsys.readouterr().out, recipe.with_suffix(".tuned.yaml")
+    ran = Metrics.read(tmp_path / "runs" / "zero2" / "metrics.json")
+    assert len(ran.loss_history) == 12 and not ran.eval_history and not list((tmp_path / "runs").rglob("*.safetensors"))
+    assert "zero2_autocast, as it is: refused" in new.read_text() and "ZR193" in told
+    assert yaml.safe_load(new.read_text()) == yaml.safe_load(recipe.read_text())
+    assert cli.main(["check", str(new), "--config_file", "zero2.yaml"]) == 0

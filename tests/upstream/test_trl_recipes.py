@@ -1,4 +1,4 @@
-"""An adapter is whole, weights are loaded by class, a fetched model is found offline."""
+"""An adapter is whole, weights are loaded by class, a fetched model is found offline, TRL's split of a mixture."""
 
 import json
 import os
@@ -6,15 +6,19 @@ import shutil
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
+from datasets import disable_caching, enable_caching
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from trl import DatasetMixtureConfig, get_dataset
 
 from tests.helpers.seeded import grid
-from tests.helpers.tiny import ROOT, named, write_model, write_recipe, write_rows
+from tests.helpers.tiny import ROOT, named, settings_with, write_model, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
+from zero_recipes.data.load import load_splits
 
 
 @pytest.mark.parametrize("strategy", [grid("zero2"), "zero3", "fsdp2"])
@@ -77,3 +81,27 @@ def test_a_fetched_model_is_found_offline_and_an_absent_one_refused(tmp_path):
     assert "refused: the model someone/absent" in absent and "zero-recipes fetch" in absent
     assert fetched == 0 and "./tiny_world/base: 2.38 MB" in ended.stdout
     assert unreachable == 2 and "HF_HUB_OFFLINE" in ended.stderr
+
+
+def test_trls_split_is_drawn_from_the_global_generator(tmp_path):
+    """TRL 1.16, scripts/utils.py, get_dataset. Fails once TRL seeds it: load_splits then need not call set_seed."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": str(i)}) + "\n" for i in range(200)))
+    mixture = DatasetMixtureConfig(datasets=[{"path": str(tmp_path)}], test_split_size=0.2)
+
+    def drawn(seed: int) -> list[str]:
+        numpy.random.seed(seed)
+        return get_dataset(mixture)["test"]["text"]
+
+    def ours(seed: int) -> list[str]:
+        numpy.random.seed(seed + 1000)  # whatever was drawn before
+        settings = settings_with(seed=seed, datasets=[{"path": str(tmp_path)}], test_split_size=0.2)
+        return load_splits(settings)[0]["test"]["text"]
+
+    disable_caching()
+    try:
+        assert drawn(1) != drawn(2), "two launches of `trl sft` test on different rows"
+        assert ours(3) == ours(3) != ours(4)
+        set_seed(3)
+        assert get_dataset(mixture)["test"]["text"] == ours(3), "TRL's own split, once it is seeded"
+    finally:
+        enable_caching()
