@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 import yaml
 
 from tests.helpers.tiny import ROOT, write_recipe
@@ -41,6 +42,24 @@ def test_one_value_runs_and_the_other_is_a_row(tmp_path, monkeypatch, capsys):
     swept = {row["swept"][BUCKET]: row for row in found}
     assert swept[7000]["communication_bytes"] > 0
     assert read.table_rows([refused])[0]["code"] == swept["few"]["code"] == "ZR211"
+
+
+@pytest.mark.launch
+def test_out_of_memory_on_rank_1(tmp_path, monkeypatch):
+    monkeypatch.setenv("KILL", "memory:1:3")
+    script = ROOT / "tests" / "helpers" / "killed.py"
+    ended = sweep.sweep(write_recipe(tmp_path), ["zero2"], 2, tmp_path / "out", [], script=script)
+    assert ended == {"zero2": "oom"}
+    row = json.loads((tmp_path / "out" / "zero2" / "metrics.json").read_text())
+    assert row["status"] == "oom" and "out of memory" in row["error"]
+    failure = row["failure"]
+    assert (failure["phase"], failure["rank"]) == ("train", 1)
+    assert failure["largest_memory"].keys() >= {"params", "grads", "optimizer"}
+    sizes = list(failure["largest_memory"].values())
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0
+    assert row["parameters"] > 0 and row["strategy"] == "zero2", "what rank 0 knew of the run was lost"
+    assert json.loads((tmp_path / "out" / "zero2" / "failure.rank1.json").read_text())["traceback"]
+    assert len(row["loss_history"]) == 2 and all(row["loss_history"]), "the losses up to the crash were lost"
 
 
 WAITING = "import os, signal; print(os.getpid(), file=open('ranks', 'w')); signal.pause()"

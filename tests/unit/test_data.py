@@ -356,14 +356,12 @@ def test_rows_that_are_in_both_splits_are_found():
 HOSTILE = ["[/INST]", "[bold]x", "[link=file:///x]y[/link]", "\\[red]", "\\", ":smile:", "", "\x1b[2J\x1b]0;title\x07"]
 HOSTILE += ["\r", "\x00", "\b\b\b", "\u202ereversed\u202c", "שלום", "語" * 90, "\u2028", "e\u0301" * 50, "x" * 5_000]
 HOSTILE += ["\t\n\n", "👩‍👩‍👧‍👦", "\ufeff", "\x85", "�"]
-ANY_TEXT = st.lists(st.sampled_from(HOSTILE) | st.text(max_size=20), max_size=4).map(
-    "".join
-)  # no half of a surrogate pair
+ANY = st.lists(st.sampled_from(HOSTILE) | st.text(max_size=20), max_size=4).map("".join)  # no half of a surrogate pair
 LOSS = st.sampled_from([None, math.nan, math.inf, 0.5, 3.0])
 
 
 @settings(max_examples=15)
-@given(st.lists(st.tuples(ANY_TEXT, st.none() | ANY_TEXT, ANY_TEXT, ANY_TEXT, LOSS, LOSS), min_size=1, max_size=7))
+@given(st.lists(st.tuples(ANY, st.none() | ANY, ANY, ANY, LOSS, LOSS), min_size=1, max_size=7))
 def test_any_text_is_printed_written_and_read_again(drawn):
     prompts, references, *texts, before, after = map(list, zip(*drawn, strict=True))
     samples = [Sample(prompt, reference) for prompt, reference in zip(prompts, references, strict=True)]
