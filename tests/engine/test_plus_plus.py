@@ -61,12 +61,6 @@ def test_what_crosses_between_nodes_is_what_the_paper_says(runs, strategy):
     assert paper_volume(metrics["communication_bytes_between_nodes"]) / phi == pytest.approx(paper, rel=0.08)
 
 
-def test_sizes_that_do_not_divide_are_refused_by_name(four, tmp_path):
-    argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path), "--deepspeed", "ds_configs/zero3_qwz.json"]
-    (said, *_) = four.run("family_cases.refusal_on_two_nodes", argv=argv)
-    assert "no multiple of 8 elements" in said
-
-
 @pytest.fixture(scope="module")
 def ranges(four) -> list[dict]:
     return four.run("family_cases.quantized_ranges", magnitudes=MAGNITUDES, seed=11)

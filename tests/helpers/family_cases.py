@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 import run_sft
 from tests.helpers import quantizer_on_cpu
 from tests.helpers.around import before, without_rules
-from tests.helpers.cases import refusal_of, train
+from tests.helpers.cases import train
 from zero_recipes.checkpoint.output_dir import SWAPPED
 from zero_recipes.libs import fsdp
 from zero_recipes.libs.deepspeed import packed_weights
@@ -67,11 +67,6 @@ def two_nodes() -> Iterator[None]:
 def train_on_two_nodes(argv: list[str]) -> dict:
     with two_nodes():
         return train(argv)
-
-
-def refusal_on_two_nodes(argv: list[str]) -> str:
-    with two_nodes():
-        return refusal_of(argv)
 
 
 def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
