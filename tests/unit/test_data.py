@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.helpers.bad_data import BASE, CHATML, arguments, lines, parquet, prepared, written
+from tests.helpers.damage import refusal_of
 from tests.helpers.faults import Side
 from tests.helpers.tiny import settings_with
 from zero_recipes.cli import main as cli
@@ -101,8 +102,7 @@ def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path):
     assert rows_to_ask(1, evaluation, loaded) is evaluation
     assert not any(rows_to_ask(requested, None, loaded) for requested in (None, ["a"], "x"))
     (tmp_path / "test.jsonl").write_text('{"question": "a"}\n')
-    with pytest.raises(Refusal, match="ZR50"):
-        rows_to_ask(1, None, loaded)
+    assert "ZR50" in str(refusal_of(rows_to_ask, 1, None, loaded))
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,8 @@ def test_prompts_that_cannot_be_read_are_refused(tmp_path, tokenizer, requested,
     if isinstance(requested, bytes):
         path.write_bytes(requested)
         requested = str(path)
-    with pytest.raises(Refusal) as caught:
-        choose_samples(requested, None, None, tokenizer)
-    assert caught.value.codes == [code] and words in str(caught.value)
+    refusal = refusal_of(choose_samples, requested, None, None, tokenizer)
+    assert refusal.codes == [code] and words in str(refusal)
     assert choose_samples(None, None, None, None) == choose_samples("0", None, None, None) == []
 
 
@@ -197,8 +196,7 @@ def test_a_pair_without_assistant_only_loss_trains_its_answer_alone(tmp_path):
     folder = written(tmp_path, {"train.csv": b"ask,reply\nSay 1.,Word 1.\n"})
     data = prepared(folder, columns=columns)
     assert [text for text, carries in data.shown[1][0][1] if carries] == ["Word 1.<|endoftext|>"]
-    with pytest.raises(Refusal, match="ZR890"):
-        prepared(folder, template=None, columns=columns)
+    assert refusal_of(prepared, folder, template=None, columns=columns).codes == ["ZR890"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.helpers.damage import refusal_of
 from tests.helpers.faults import Side
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.upgrade import runnable_ds_config, upgrade
@@ -35,9 +36,7 @@ def test_a_recipe_parses_and_trl_takes_it(path, monkeypatch, tmp_path):
 
 def test_missing_and_broken_recipes(tmp_path):
     def refused(*argv: str) -> Refusal:
-        with pytest.raises(Refusal) as caught:
-            recipes.read_recipe_file(recipes.split_command_line([*argv])[0])
-        return caught.value
+        return refusal_of(lambda: recipes.read_recipe_file(recipes.split_command_line([*argv])[0]))
 
     missing = refused("recipes/tyni.yaml")
     assert missing.codes == ["ZR116"] and "recipes/tiny.yaml" in missing.fix
