@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.helpers.bad_data import CHATML
 from tests.helpers.sample_cases import strict
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, arguments, named, write_recipe
@@ -28,13 +29,6 @@ FP32 = {"bf16": False, "random_weights": False, "dataset_format": None, "max_ste
 FP32 |= {"eval_steps": 2, "eval_on_start": True, "sample_prompts": 1, "sample_max_new_tokens": 1}
 STORY = {"prompt": "Once upon a time there was a fox.", "completion": "She had a red hat and a big dog."}
 CHAT = {"messages": [{"role": "user", "content": "The fox?"}, {"role": "assistant", "content": "It has a red hat."}]}
-
-
-CHATML = (
-    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
-    "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 @pytest.mark.parametrize("row, keys", [(STORY, {"max_length": 27}), (CHAT, {"assistant_only_loss": True})])

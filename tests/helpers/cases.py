@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -261,3 +262,18 @@ def plan_for_small_gpus(argv: list[str], program: str, capacities: list[int]) ->
                 return {"peak": planned().peak_memory_bytes, "refused": None, "started": len(started)}
         except Refusal as refusal:
             return {"peak": None, "refused": refusal.codes, "started": len(started)}
+
+
+def ended(folder: str, argv: list[str], environment: dict[str, str]) -> str:
+    """How one step of a run ends: "ran", or "refused" before the weights are loaded."""
+    from zero_recipes import model as models
+    from zero_recipes.core.findings import Refusal
+
+    loaded = mock.Mock(wraps=models.load_model)
+    with chdir(folder), mock.patch.object(models, "load_model", loaded):
+        try:
+            train([*argv, "--max_steps", "1"], environment=environment)
+            return "ran"
+        except Refusal:
+            loaded.assert_not_called()
+            return "refused"

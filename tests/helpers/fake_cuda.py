@@ -48,14 +48,8 @@ class FakeCuda:
         self.calls.append("reset_peak_memory_stats")
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
-    def mem_get_info(self, *_) -> tuple[int, int]:
-        return 80 * GIB - self.reserved, 80 * GIB
-
     def get_device_properties(self, *_):
         return SimpleNamespace(name="NVIDIA Stand-in", total_memory=80 * GIB, major=9, minor=0)
-
-    def set_device(self, number: int) -> None:
-        self.calls.append(f"set_device {number}")
 
     def Event(self, enable_timing: bool = False):
         return FakeEvent(self, enable_timing)

@@ -177,6 +177,14 @@ def test_a_counter_on_the_host_is_no_offloaded_state(monkeypatch):
     assert found == {"params": 288, "grads": 288, "optimizer": 2 * 288 + 8, "offloaded_host": 0}
 
 
+def test_an_optimizer_that_is_not_known_is_not_counted_as_0_bytes():
+    class Unknown:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+    with pytest.raises(TypeError, match="Unknown is none of DeepSpeedZeroOptimizer"):
+        state_bytes(torch.nn.Module(), [], Unknown(), False, False)
+
+
 KERNEL = "kernels-community/flash-attn2"
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 

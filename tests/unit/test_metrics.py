@@ -21,7 +21,7 @@ from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.callback import UNFINISHED
 from zero_recipes.metrics.failure import RankFailure, cause_of, failed_row, keep_failure, signal_in
-from zero_recipes.metrics.probe import History, RankFigures, continued, steps_not_timed, summarise
+from zero_recipes.metrics.probe import RankFigures, continued, steps_not_timed, summarise
 from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics
 from zero_recipes.training.divergence import StopAtDivergence
 from zero_recipes.training.output import RecipeRun
@@ -113,29 +113,13 @@ def test_the_step_that_is_looked_into_is_never_a_timed_one(total):
 
 
 def test_a_resumed_run_has_losses_and_tokens_of_the_whole_and_the_rest_of_the_last_process():
-    earlier = summarise([figures(1)], [1.0, 1.0, 1.0], 0)
-    now = summarise([figures(2)], [4.0, 4.0, 4.0], 0)
+    earlier = summarise([figures(1)], [1.0, 1.0, 1.0], 0, skipped_steps=1)
+    now = summarise([figures(2)], [4.0, 4.0, 4.0], 0, skipped_steps=2)
     found = continued(earlier, now)
     assert found.loss_history == [1.0, 2.0, 3.0, 2.0, 4.0, 6.0]
     assert found.tokens == schema.Tokens(all=60, non_padding=40, supervised=20)
-    assert (found.step_seconds.median, found.peak_memory_bytes[0].rss) == (4.0, 200)
+    assert (found.step_seconds.median, found.peak_memory_bytes[0].rss, found.skipped_steps) == (4.0, 200, 3)
     assert continued(schema.Measurements(), now) == now
-
-
-def test_a_checkpoint_carries_the_history_as_json():
-    evaluation = schema.Evaluation(step=2, loss=1.5)
-    history = History(
-        summary=summarise([figures(1)], [1.0, 1.0, 1.0], 0),
-        grad_norm_history=[1.0, math.inf],
-        eval_history=[evaluation],
-        first_step=1,
-        resumed_at=[3],
-    )
-    answers = {"answers_before": {"prompts": [], "texts": [], "reference_losses": []}}
-    again = History.model_validate(json.loads(json.dumps(history.model_dump(mode="json") | answers)))
-    assert again.summary == history.summary and again.eval_history == [evaluation]
-    assert (again.first_step, again.resumed_at, math.isfinite(again.grad_norm_history[1])) == (1, [3], False)
-    assert History.model_validate({}).summary == schema.Measurements()
 
 
 def test_a_failed_row_keeps_what_is_known_and_is_written_without_what_is_not(tmp_path):
@@ -290,13 +274,3 @@ def test_a_run_that_is_refused_or_breaks_while_loading(tmp_path, before, resumes
     else:
         assert (left["status"], left["error"]) == ("oom", "MemoryError: no room")
     assert strict((folder / "failure.rank0.json").read_text())["status"] == "oom"
-
-
-def test_what_fails_once_the_run_is_finished_leaves_its_metrics(tmp_path):
-    (tmp_path / FILE).write_text(json.dumps(on_cpu("zero2")))
-    with pytest.raises(OSError, match="upload"), RecipeRun.hold(run_in(tmp_path)) as output:
-        output.metrics = SimpleNamespace(identity=None, write=lambda: None)
-        output.finish()
-        raise OSError("upload")
-    assert (tmp_path / FILE).read_text() == json.dumps(on_cpu("zero2"))
-    assert (tmp_path / "README.md").is_file()

@@ -10,7 +10,6 @@ import datasets
 import psutil
 import pyarrow as pa
 import pytest
-import trl
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset, concatenate_datasets
 from hypothesis import given, settings
@@ -24,7 +23,6 @@ from zero_recipes.config.recipe import steps_by_epochs
 from zero_recipes.data import prepare
 from zero_recipes.data.load import apply_chat_template_file
 from zero_recipes.data.prepare import data_sha256, finish, prepare_split, tokenise
-from zero_recipes.data.samples import choose_samples
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["The fish hums. ", "The cat barks in the cave. ", "It is red. "]
@@ -66,28 +64,6 @@ def test_rows_are_those_that_sft_trainer_makes(tmp_path, monkeypatch, rows, keys
         assert ours[column][:] == theirs[column][:]
     if keys.get("chat_template_path") == "clone":
         assert before in ours["input_ids"][0], "the cloned token"
-
-
-def test_a_chat_models_prompt_to_the_byte(tmp_path):
-    """Qwen 2.5's template, as TRL carries it: the same words in training and in generation."""
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    template = Path(trl.__file__).with_name("chat_templates") / "qwen2_5_training.jinja"
-    keys = {"chat_template_path": str(template), "assistant_only_loss": True, "eos_token": "<|im_end|>"}
-    training_args = arguments(tmp_path, max_length=None, **keys)
-    templated = apply_chat_template_file(tokenizer, training_args)
-    rows = Dataset.from_list([chat(1)])
-    split, findings = prepare_split(rows, templated, training_args, False)
-    prompt = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-    prompt += "<|im_start|>user\nSay 1.<|im_end|>\n<|im_start|>assistant\n"
-    ids, labels = split.ready[0]["input_ids"], split.ready[0]["labels"]
-    assert templated.decode(ids) == prompt + "Word 1.<|im_end|>\n" and findings == []
-    # TRL's template has the line break before the answer inside its {% generation %}
-    assert templated.decode([label for label in labels if label != -100]) == "\nWord 1.<|im_end|>\n"
-    (sample,) = choose_samples(1, rows, None, templated)
-    assert (sample.prompt, sample.reference, sample.templated) == (prompt, "Word 1.", True)
-    asked = templated(sample.prompt, add_special_tokens=False)["input_ids"]
-    assert ids[: len(asked)] == asked
 
 
 @pytest.fixture

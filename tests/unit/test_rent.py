@@ -51,13 +51,6 @@ def test_rented_files_are_valid_and_start_the_plans_choice(rented):
         kubernetes_validate.validate(document, "1.34", strict=True)
 
 
-def test_skypilot_reads_its_file(rented):
-    sky = pytest.importorskip("sky")
-    task = sky.Task.from_yaml(str(rented[0] / "my_recipe.sky.yaml"))
-    [resources] = task.resources
-    assert (task.num_nodes, resources.accelerators) == ((2, {"H100": 8}) if rented[1] == "16" else (1, {"H100": 2}))
-
-
 def test_a_slurm_job_that_saved_on_a_signal_is_queued_again(rented):
     folder, gpus = rented
     for name, script in STUBS.items():
