@@ -14,12 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.seeded import SEED, count
-from tests.helpers.tiny import ROOT, arguments, write_recipe, write_rows
-from zero_recipes.core.files import write_json
-from zero_recipes.core.host import hardware_facts, library_versions
+from tests.helpers.seeded import SEED, count, write_result
+from tests.helpers.tiny import arguments, write_recipe, write_rows
 
-RESULT = ROOT / "benchmarks" / "results" / "equivalence.json"
 NAMES = {1: "one", 2: "two", 4: "four"}
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
 WORLDS = ACCUMULATIONS = (1, 2, 4)
@@ -155,10 +152,8 @@ def test_the_whole_grid(request, one, tmp_path):
         "tensors_without_gradient": sorted(WITHOUT_GRADIENT),
         "deltas": deltas,
         "runs": runs,
-        "versions": library_versions(),
-        "hardware": hardware_facts("cpu"),
     }
-    write_json(RESULT, document)
+    write_result("equivalence.json", document)
     assert len(runs) == len(PLACES)
     for found in runs:
         assert_equal(found)

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.seeded import SEED, count, draw
+from tests.helpers.seeded import SEED, count, draw, write_result
 from tests.helpers.tiny import ROOT, write_recipe, write_rows
 from zero_recipes.checkpoint.reshard import reshard
 from zero_recipes.cli import main as cli
-from zero_recipes.core.files import write_json
-from zero_recipes.core.host import hardware_facts, library_versions
 
-RESULT = ROOT / "benchmarks" / "results" / "reshard.json"
 LARGEST = "largest_relative_loss_difference"
 SAVED, STEPS = 5, 9  # epochs of 4 steps: saved in the second, ended in the third
 USUAL = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED, "global_batch_size": 8, "bf16": False}
@@ -175,8 +172,6 @@ def test_every_stage_and_world_into_every_other(runs):
         "steps_compared": STEPS - SAVED,
         LARGEST: max(row[LARGEST] for row in rows),
         "pairs": rows,
-        "hardware": hardware_facts("cpu"),
-        "versions": library_versions(),
     }
-    write_json(RESULT, document)
+    write_result("reshard.json", document)
     count("reshard", "every stage and world into every other", number=len(rows), relative_loss=document[LARGEST])

@@ -9,11 +9,9 @@ import pytest
 
 from tests.helpers.damage import flip
 from tests.helpers.resuming import EXACT, KINDS, LORA, SAVED_AT, STEPS, Shape, compare, drawn, gaps_of, resume_recipe
-from tests.helpers.seeded import count
-from tests.helpers.tiny import ROOT, arguments, write_rows
+from tests.helpers.seeded import count, write_result
+from tests.helpers.tiny import arguments, write_rows
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
-from zero_recipes.core.files import write_json
-from zero_recipes.core.host import hardware_facts, library_versions
 
 GROUPS = {1: "one", 2: "two"}  # fixtures, by world size
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
@@ -124,10 +122,8 @@ def test_the_whole_grid(two, tmp_path):
         "saved_at": SAVED_AT,
         "steps": STEPS,
         "strategies": found,
-        "versions": library_versions(),
-        "hardware": hardware_facts("cpu"),
     }
-    write_json(ROOT / "benchmarks" / "results" / "resume.json", document)
+    write_result("resume.json", document)
 
 
 @pytest.mark.grid

@@ -13,7 +13,7 @@ from zero_recipes.core.files import write_json
 from zero_recipes.core.host import hardware_facts, library_versions
 
 SEED = int(os.environ.get("ZERO_RECIPES_SEED", 0))
-RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "hostile.json"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def draw(*about: Any) -> random.Random:
@@ -22,10 +22,15 @@ def draw(*about: Any) -> random.Random:
 
 def count(kind: str, name: str, **found: Any) -> None:
     """Into benchmarks/results/hostile.json, beside what it holds of other kinds and names."""
-    document = json.loads(RESULT.read_text()) if RESULT.is_file() else {"kinds": {}}
+    document = json.loads((RESULTS / "hostile.json").read_text())
     found |= {"seed": SEED, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     document["kinds"].setdefault(kind, {})[name] = found
-    write_json(RESULT, document | {"hardware": hardware_facts("cpu"), "versions": library_versions()})
+    write_result("hostile.json", document)
+
+
+def write_result(name: str, document: dict[str, Any]) -> None:
+    """Into benchmarks/results/, with the hardware and the versions."""
+    write_json(RESULTS / name, document | {"hardware": hardware_facts("cpu"), "versions": library_versions()})
 
 
 def grid(*values: Any) -> Any:

@@ -216,17 +216,6 @@ def test_one_process_of_torchrun_is_alone(monkeypatch):
     assert "LOCAL_RANK" not in os.environ
 
 
-@pytest.mark.private
-def test_accelerate_still_takes_a_local_rank_for_a_group():
-    """No longer needed where this fails: accelerate 1.15, state.py `_prepare_backend`."""
-    import inspect
-
-    from accelerate.state import PartialState
-
-    source = inspect.getsource(PartialState._prepare_backend)
-    assert 'elif int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:' in source
-
-
 def test_a_phase_inside_another_is_taken_out_of_it_and_a_failure_names_the_innermost(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])

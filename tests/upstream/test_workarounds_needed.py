@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from accelerate.state import GradientState
+from accelerate.state import GradientState, PartialState
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -144,6 +144,12 @@ def test_a_launcher_still_leaves_each_rank_one_thread(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     config_from_args(get_args_parser().parse_args(["--nproc_per_node", "2", "run_sft.py"]))
     assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_accelerate_still_takes_a_local_rank_for_a_group():
+    """accelerate 1.15, state.py `_prepare_backend`: distributed/group.py start_process_group."""
+    source = inspect.getsource(PartialState._prepare_backend)
+    assert 'elif int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:' in source
 
 
 def test_torch_still_rounds_pinned_memory_and_still_has_the_limit():
