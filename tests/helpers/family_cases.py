@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -48,9 +47,8 @@ def train_and_look_at_swap_files(argv: list[str], disk: str) -> dict:
         return train(argv) | found
 
 
-@contextlib.contextmanager
-def two_nodes() -> Iterator[None]:
-    """Four processes stand for two nodes of two, with the quantizer of quantizer_on_cpu.py."""
+def train_on_two_nodes(argv: list[str]) -> dict:
+    """`train`, where four processes stand for two nodes of two, with the quantizer of quantizer_on_cpu.py."""
     # LOCAL_SIZE: what DeepSpeed's CPU accelerator counts as the devices of a node
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
     groups._ALL_TO_ALL_GROUP.clear()
@@ -61,11 +59,6 @@ def two_nodes() -> Iterator[None]:
         mock.patch.object(coalesced_collectives, "quantizer_module", quantizer_on_cpu),
         without_rules("quantized_communication_on_cpu"),
     ):
-        yield
-
-
-def train_on_two_nodes(argv: list[str]) -> dict:
-    with two_nodes():
         return train(argv)
 
 
@@ -156,17 +149,13 @@ def train_quantised(argv: list[str], left_out: str | None = None) -> dict:
     with before(StageMetricsCallback, "on_train_end", lambda *_, model, **__: kept.append(model)):
         result = train(argv, left_out)
     packed = list(packed_weights(kept[0]))
+    here = [fsdp.local(getattr(weight, "ds_tensor", weight)).untyped_storage() for weight, _ in packed]
     return result | {
         "packed": len(packed),
         "repacked": any(getattr(state, "packing_format_for_cpu", False) for _, state in packed),
-        "packed_bytes_here": sum(bytes_here(weight) for weight, _ in packed),
+        "packed_bytes_here": sum(storage.nbytes() for storage in here),
         "packed_sha256": sha256_of([weight for weight, _ in packed]),
     }
-
-
-def bytes_here(weight) -> int:
-    """Of a parameter's memory on this rank, between two steps."""
-    return fsdp.local(getattr(weight, "ds_tensor", weight)).untyped_storage().nbytes()
 
 
 def sha256_of(weights: list) -> str:

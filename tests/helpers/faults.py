@@ -89,12 +89,16 @@ class Fault:
 def findings_of(side: Side, folder: Path, data: bool = True) -> list:
     """Everything that `zero-recipes check` finds, for two processes, with --data where `data`; of `keys` what the rules
     find. `folder` is made anew."""
+    from tests.helpers.tiny import write_recipe
     from zero_recipes.core.findings import Refusal
 
     shutil.rmtree(folder, ignore_errors=True)
     kept = dict(os.environ)
     try:
-        return _found_by_rules(side, folder) if side.keys is not None else _found_by_check(side, folder, data)
+        if side.keys is None:
+            return _found_by_check(side, folder, data)
+        folder.mkdir(parents=True)
+        return findings_in(write_recipe(folder), dict(side.keys), side.environment, side.device)
     except Refusal as refusal:
         return refusal.findings
     finally:
@@ -115,13 +119,6 @@ def _found_by_check(side: Side, folder: Path, data: bool) -> list:
         if data and run is not None and not any(finding.level == "error" for finding in findings):
             findings = [*findings, *data_findings(run, show=False)]
     return findings
-
-
-def _found_by_rules(side: Side, folder: Path) -> list:
-    from tests.helpers.tiny import write_recipe
-
-    folder.mkdir(parents=True)
-    return findings_in(write_recipe(folder), dict(side.keys), side.environment, side.device)
 
 
 def findings_in(path: Path, changes: dict, environment: Mapping[str, str] | None = None, device: str = "cuda") -> list:

@@ -21,7 +21,9 @@ def be_rank(rank: int, world_size: int, port: int, log: Path, environment: dict,
     """Run the cases that come, and answer each, until the group closes the connection."""
     os.setsid()  # what it starts is killed with it
     end_with_parent()
-    enter(log, log, environment | _place(rank, world_size, port))
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    numbers |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    enter(log, log, environment | {name: str(value) for name, value in numbers.items()})
     import deepspeed
     import torch
     from deepspeed.utils import numa
@@ -56,17 +58,6 @@ def enter(out: Path, err: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-
-
-def _place(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
 
 
 def run(case: str, arguments: dict) -> dict:
