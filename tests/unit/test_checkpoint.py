@@ -14,7 +14,7 @@ from transformers import TrainerState
 from tests.helpers.damage import DAMAGES, refusal_of
 from tests.helpers.seeded import count, draw, grid
 from zero_recipes.checkpoint import resume, save
-from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_other_data
+from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinished, numbered, resolve_resume_checkpoint
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import Recipe, RunConfig, parse_recipe
@@ -246,14 +246,6 @@ def test_what_fits_a_checkpoint(tmp_path, recipe, keys, launch, codes):
     folder = checkpoint(tmp_path, 4, recipe=recipe_facts(recipe.settings, ZERO2))
     found = list(fit_findings(str(folder), recipe.settings.replace(**keys), strategy(**launch)))
     assert ["-" * (one.level == "warning") + one.code for one in found] == codes
-
-
-@pytest.mark.parametrize(
-    ("named", "rows", "code"), [(1, "d", None), (0, "e", None), (1, "e", "ZR727"), (1, None, "ZR727")]
-)
-def test_other_rows_are_refused(tmp_path, named, rows, code):
-    folder = str(checkpoint(tmp_path, 4)) if named else None
-    assert getattr(refusal_of(refuse_other_data, folder, rows), "codes", [None]) == [code]
 
 
 def test_a_checkpoint_without_a_manifest_must_have_the_states_that_a_resume_loads(tmp_path, recipe):

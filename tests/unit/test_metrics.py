@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -16,7 +15,6 @@ from hypothesis import strategies as draw
 
 from tests.helpers.report_runs import PARAMETERS, on_cpu
 from tests.helpers.sample_cases import strict
-from zero_recipes.core import files
 from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.callback import UNFINISHED
@@ -54,15 +52,6 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_again(tmp_path
     again = schema.Metrics.read(tmp_path / "metrics.json")
     assert [math.isfinite(loss) for loss in again.loss_history] == [True, False, False]
     assert math.isnan(again.grad_norm_history[0]) and math.isnan(again.eval_history[0].loss)
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.json"
-    row().write(path)
-    monkeypatch.setattr(files.os, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space"):
-        row(parameters=1).write(path)
-    assert schema.Metrics.read(path).parameters == PARAMETERS
 
 
 def figures(step: int, **changes) -> RankFigures:
