@@ -19,27 +19,30 @@ def train(argv: list[str], left_out: str | None = None, environment: dict[str, s
     `left_out`: the dotted name of a function that does nothing meanwhile; `environment`: what a launcher sets.
     """
     os.environ.update(environment or {})
-    with without(left_out):
+    seen: dict[str, list] = {}
+
+    def look(*_, model, **__) -> None:
+        seen["shapes"] = [list(p.shape) for p in model.parameters()]
+        seen["placements"] = sorted({str(getattr(p, "placements", None)) for p in model.parameters()})
+
+    with without(left_out), before(StageMetricsCallback, "on_train_begin", look):
         run = run_sft.prepare(argv)
         trainer = run_sft.train(run)
     trainer.accelerator.wait_for_everyone()  # rank 0 writes the files
-    parameters = list(trainer.model.parameters())
     engine = trainer.model_wrapped
     optimizer = getattr(engine, "optimizer", None)
-    return {
+    return seen | {
         "engine": type(engine).__name__,
         "optimizer": type(optimizer).__name__,
         "stage": engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else None,
         "world_size": trainer.accelerator.num_processes,
         "metrics": json.loads((run.output_dir / "metrics.json").read_text()),
         "groups": parameter_groups(trainer),
-        "shapes": [list(p.shape) for p in parameters],
-        "placements": sorted({str(getattr(p, "placements", None)) for p in parameters}),
         # at stage 3, [number of groups that hold the model whole, ranks in each] of all parameters
         "hpz_groups": sorted(
             {
                 (p.ds_secondary_tensor_num_of_groups, p.ds_secondary_tensor_group_size)
-                for p in parameters
+                for p in trainer.model.parameters()
                 if hasattr(p, "ds_id")
             }
         ),
