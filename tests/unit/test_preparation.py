@@ -19,12 +19,12 @@ from transformers import AutoTokenizer, Trainer
 from trl import SFTTrainer
 
 from tests.helpers.bad_data import ALPACA, BASE, CHATML, arguments, chat, lines, prepared, written
+from tests.helpers.tiny import ROOT
 from zero_recipes.config.recipe import steps_by_epochs
 from zero_recipes.data import prepare
 from zero_recipes.data.load import apply_chat_template_file
 from zero_recipes.data.prepare import data_sha256, finish, prepare_split, tokenise
 
-ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["The fish hums. ", "The cat barks in the cave. ", "It is red. "]
 PAIRS = [{"prompt": f"Say {i}.\n", "completion": WORDS[i % 3] * (1 + i % 9)} for i in range(40)]
 TEXTS = [{"text": WORDS[i % 3] * (1 + i % 9)} for i in range(40)]

@@ -9,14 +9,13 @@ import pytest
 import yaml
 
 from tests.helpers.damage import refusal_of
-from tests.helpers.faults import Side
+from tests.helpers.faults import ROOT, Side
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.upgrade import runnable_ds_config, upgrade
 from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
