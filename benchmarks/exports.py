@@ -74,11 +74,9 @@ def _exported(folder: Path, model: Path | None, prompts: list[str] | None, kinds
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = measured(Path(folder))
-    own = {"xllamacpp": version("xllamacpp")}
+    versions = library_versions() | {"xllamacpp": version("xllamacpp")}
     about = {"command": "python -m benchmarks.exports", "converter": export.SOURCE, "most_tokens": export.TOKENS}
-    write_json(
-        RESULT, about | {"models": found, "versions": library_versions() | own, "hardware": hardware_facts("cpu")}
-    )
+    write_json(RESULT, about | {"models": found, "versions": versions, "hardware": hardware_facts("cpu")})
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ SESSION, RESULTS = ROOT / "benchmarks" / "session", ROOT / "benchmarks" / "resul
 PLANS, WORK = SESSION / "plans.json", ROOT / "output" / "gpu_session_work"
 TABLE = yaml.safe_load((SESSION / "cases.yaml").read_text())
 NAMES = {1: "tiny", 2: "plan", 3: "speed", 4: "offload", 5: "fp16", 6: "throughput"}  # of results, by part
-PLANNED_PARTS = (2, 3, 4)
 Case = dict[str, Any]  # a row of cases.yaml of one strategy, with its name; a row of OUT, with what was measured
 
 
@@ -49,7 +48,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="WORD", help="runs whose name has it, e.g. 2.8b")
     given = parser.parse_args()
     if given.plans:
-        write_json(PLANS, {"plans": plans_of(cases(*PLANNED_PARTS))})
+        write_json(PLANS, {"plans": plans_of(cases(2, 3, 4))})
     if given.collect:
         print(*collect(given.collect), sep="\n")
     deadline, plans = time.monotonic() + given.minutes * 60, json.loads(PLANS.read_text())["plans"]
@@ -72,6 +71,7 @@ def cases(*parts: int) -> list[Case]:
             for strategy in row["strategies"]:
                 name = f"{part} {row['model']} {strategy} {row.get('words', '')}".strip()
                 named = {"name": re.sub(r"[^a-z0-9.]+", "-", name), "strategy": strategy}
+                named["file"] = "ddp" if strategy == "single" else strategy  # of accelerate_configs/
                 found.append({"keys": {}, "script": "run.py"} | row | named)
     return found
 
@@ -82,8 +82,7 @@ def write_recipe(case: Case) -> Path:
     recipe = yaml.safe_load(Path("recipes/tiny.yaml").read_text())
     if case["model"] != "tiny":
         model, rows = WORK / case["model"], WORK / "rows"
-        without_weights = shutil.ignore_patterns("*.safetensors")
-        shutil.copytree("tiny_world/base", model, ignore=without_weights, dirs_exist_ok=True)
+        shutil.copytree("tiny_world/base", model, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
         config = json.loads(Path(f"zero_recipes/plan/models/{case['model']}.json").read_text())["config"]
         (model / "config.json").write_text(json.dumps(config))
         rows.mkdir(exist_ok=True)
@@ -104,18 +103,12 @@ def plans_of(wanted: list[Case]) -> dict[str, Any]:
     jobs = {}
     WORK.mkdir(parents=True, exist_ok=True)
     for case in wanted:
-        recipe, strategy = plan_job.read_recipe(write_recipe(case), []), file_of(case)
-        known = plan_job.read_strategies(recipe, (strategy,))
-        config = plan_job.model_config(recipe.settings)
-        jobs[case["name"]] = plan_job.job_of(recipe, config, case["strategy"], known[strategy], 1)
+        recipe = plan_job.read_recipe(write_recipe(case), [])
+        config, known = plan_job.model_config(recipe.settings), plan_job.read_strategies(recipe, (case["file"],))
+        jobs[case["name"]] = plan_job.job_of(recipe, config, case["strategy"], known[case["file"]], 1)
     predict = Predictor()
     predict.prepare(list(jobs.values()))
     return {name: predict(job).model_dump(mode="json") for name, job in jobs.items()}
-
-
-def file_of(case: Case) -> str:
-    """The name of its file in accelerate_configs/."""
-    return "ddp" if case["strategy"] == "single" else case["strategy"]
 
 
 def measured(case: Case, seconds: float) -> dict[str, Any]:
@@ -124,7 +117,7 @@ def measured(case: Case, seconds: float) -> dict[str, Any]:
         return {"status": "skipped", "error": f"{seconds:.0f} s are left, it takes about {case['seconds']}"}
     out, script = WORK / case["name"], SESSION / case["script"]
     shutil.rmtree(out, ignore_errors=True)
-    folder = out / file_of(case)
+    folder = out / case["file"]
     folder.mkdir(parents=True)
     recipe = write_recipe(case)
     if script.name == "run.py":

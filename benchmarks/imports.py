@@ -15,7 +15,6 @@ from pathlib import Path
 from zero_recipes.cli.import_config import translated
 from zero_recipes.core.findings import Refusal
 
-RESULT = Path(__file__).parent / "results" / "imports.json"
 # where the examples are, words of those that are counted, and what a file has that is no supervised training on text:
 # preferences, rewards, images, sound, streams, classification, embeddings
 SWIFT = r"task_type|LaTeX_OCR|coco|VideoChat|aishell|TextCaps|garbage265|[Oo]mni|VL|qwen3_tts|wds_voc|lmms-lab"
@@ -42,11 +41,10 @@ def counted(clone: Path, pattern: str, words: list[str], no_text: str) -> dict:
         refused_for.update(draft.changes.keys())
         kinds["no_text"] += bool(draft.changes and re.search(no_text, text))
         kinds["data_only"] += draft.changes.keys() in ({"dataset"}, {"datasets"})
-    head = ["git", "-C", str(clone), "rev-parse", "HEAD"]
-    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
-    return {"commit": commit} | kinds | {"refused_for": dict(refused_for.most_common(12))}
+    head = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {"commit": head.stdout.strip()} | kinds | {"refused_for": dict(refused_for.most_common(12))}
 
 
 if __name__ == "__main__":
     found = {name: counted(Path(sys.argv[1], name), *where) for name, where in PROJECTS.items()}
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    Path(__file__).with_name("results").joinpath("imports.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -8,9 +8,8 @@ source, without its rows: what a plan would have printed for a source that nobod
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.planners import court
 from benchmarks.planners.court import Row
@@ -35,15 +34,6 @@ def prepared(rows: list[Row]) -> list[Row]:
     return found
 
 
-@contextmanager
-def using(constants: dict[str, Any]) -> Iterator[None]:
-    read, cost.constants = cost.constants, lambda: constants
-    try:
-        yield
-    finally:
-        cost.constants = read
-
-
 def planned(row: Row) -> cost.Speed:
     return cost.estimate(row["job"], row["prediction"], row["card"])
 
@@ -56,7 +46,7 @@ def fitted(rows: list[Row], start: dict[str, Any]) -> dict[str, Any]:
     def error() -> float:
         return sum(abs(math.log(planned(row).middle / row["seconds"])) / rows_of[row["source"]] ** 0.5 for row in rows)
 
-    with using(found):
+    with patch.object(cost, "constants", lambda: found):
         least = error()
         for step in STEPS:
             moved = True
@@ -101,7 +91,8 @@ def left_out(rows: list[Row]) -> dict[str, tuple[float, float]]:
     """{id of a row: its range by a fit without the rows of its source}."""
     found = {}
     for source in sorted({row["source"] for row in rows}):
-        with using(fitted([row for row in rows if row["source"] != source], cost.constants())):
+        constants = fitted([row for row in rows if row["source"] != source], cost.constants())
+        with patch.object(cost, "constants", lambda constants=constants: constants):
             found |= {row["id"]: planned(row).step_seconds for row in rows if row["source"] == source}
     return found
 

@@ -40,14 +40,13 @@ def main() -> None:
     known = court.read_rows(folder / "rows.yaml")
     jobs = {row["id"]: court.job_of_row(row) for row in known}
     keys = {name: job.key({"planner": planner.own_code()})[:16] for name, job in jobs.items()}
-    written["rows"] = {name: written["rows"][name] for name in jobs if name in written["rows"]}
-    todo = [row for row in known if written["rows"].get(row["id"], {}).get("job") != keys[row["id"]]]
-    todo = [row for row in todo if arguments.rows is None or row["id"] in arguments.rows.split(",")]
+    wanted = arguments.rows.split(",") if arguments.rows else list(jobs)
+    changed = {name for name in wanted if written["rows"].get(name, {}).get("job") != keys[name]}
+    todo = [row for row in known if row["id"] in changed]
     for start in range(0, len(todo), AT_ONCE):
         some = todo[start : start + AT_ONCE]
-        for row, prediction in zip(some, predict([jobs[row["id"]] for row in some]), strict=True):
-            found = entry(row, jobs[row["id"]], prediction)
-            written["rows"][row["id"]] = {"job": keys[row["id"]]} | found
+        for row, found in zip(some, predict([jobs[row["id"]] for row in some]), strict=True):
+            written["rows"][row["id"]] = {"job": keys[row["id"]]} | entry(row, jobs[row["id"]], found)
         write_json(file, written | {"rows": {name: written["rows"][name] for name in jobs if name in written["rows"]}})
         print(f"{start + len(some)} of {len(todo)}: {', '.join(row['id'] for row in some)}", flush=True)
 

@@ -13,8 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-STEPS = 6
-
 
 def main(strategy: str, model: str, folder: Path, keys: dict) -> None:
     from zero_recipes.core.process import free_port, leave
@@ -29,7 +27,7 @@ def main(strategy: str, model: str, folder: Path, keys: dict) -> None:
     from benchmarks.throughput_inputs import Workload, job_of
     from tests.helpers.forget import forget_last_run
 
-    work = Workload("", model, "drawn", STEPS, 1e-5, at_once=2, ranks=1, device="cuda", recipe=keys)
+    work = Workload("", model, "drawn", 6, 1e-5, at_once=2, ranks=1, device="cuda", recipe=keys)
     job = job_of(work, folder / "job") | {"strategy": strategy}
     found, environment = {}, dict(os.environ)
     for program in ("trl", "recipe", "engine"):
