@@ -258,8 +258,9 @@ def test_the_mask_of_a_stock_template_is_the_one_made_by_hand(tmp_path, name, tu
         assert row["input_ids"] == whole, "the text is the template's own"
     (sample,) = choose_samples(1, rows, None, tokenizer)
     asked = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
-    assert row["input_ids"][: len(asked)] == asked and sample.templated, "generation sees another prompt"
-    assert (sample.reference, turns[-1][0] in sample.prompt) == (turns[-1][1], True)
+    rest = tokenizer.decode(row["input_ids"][len(asked) :])
+    assert row["input_ids"][: len(asked)] == asked and rest == f"{thoughts}{turns[-1][1]}{end}{after}"
+    assert sample.templated and sample.reference == turns[-1][1]
 
 
 def test_masks_are_made_here_only_where_trl_has_none(tmp_path):
