@@ -19,6 +19,7 @@ from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinishe
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import Recipe, RunConfig, parse_recipe
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.findings import UNFINISHED
 from zero_recipes.libs.huggingface import load_without_code, not_plain
 from zero_recipes.training.trainer import rotate
 
@@ -185,6 +186,24 @@ def test_a_checkpoint_that_nobody_can_go_on_from(tmp_path, kinds, requested, cod
     named = "true" if requested == "true" else str(tmp_path / requested)
     assert getattr(refusal_of(checkpoint_to_resume, tmp_path, named), "codes", [None]) == [code]
     assert refusal_of(checkpoint_to_resume, tmp_path, named, True).codes == ["ZR703"], "it would be overwritten"
+
+
+def test_the_same_command_goes_on_after_a_signal_or_a_kill_and_not_after_an_error(tmp_path, recipe):
+    checkpoint(tmp_path, 2)
+    ends = {"preempted": "a signal", "failed": f"{UNFINISHED}: nothing is saved", "oom": "MemoryError", "ok": None}
+    for status, error in ends.items():
+        (tmp_path / "metrics.json").write_text(json.dumps({"status": status, "error": error}))
+        wanted = "true" if status in ("preempted", "failed") else None
+        assert resume.requested_in(tmp_path, recipe.settings) == wanted, status
+
+
+def test_other_processes_keep_the_batch(tmp_path):
+    asked = [2, 4, None]
+    checkpoint(tmp_path, 2, asked=asked)  # of 2 x 4 on 2 processes
+    for world_size, accumulation in ((1, 8), (4, 2)):
+        wanted = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
+        assert resume.batch_kept(tmp_path, "true", asked, world_size) == wanted
+    assert resume.batch_kept(tmp_path, "true", [2, 3, None], 4) is None, "the recipe says another"
 
 
 def test_rotation_keeps_the_newest_and_the_best_and_is_safe_to_kill(tmp_path, monkeypatch):

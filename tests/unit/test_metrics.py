@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
@@ -21,7 +22,7 @@ from zero_recipes.metrics.callback import UNFINISHED
 from zero_recipes.metrics.failure import RankFailure, cause_of, failed_row, keep_failure, signal_in
 from zero_recipes.metrics.probe import RankFigures, continued, steps_not_timed, summarise
 from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics
-from zero_recipes.training.divergence import StopAtDivergence
+from zero_recipes.training.divergence import Diverged, StopAtDivergence
 from zero_recipes.training.output import RecipeRun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,6 +171,15 @@ def test_as_many_steps_in_a_row_as_the_key_says_end_a_run(limit, precision, step
     ends = [end for end in range(limit, len(steps) + 1) if all(bad[end - limit : end])]
     ended, callback = run_through(limit, steps, precision)
     assert ended == (ends[0] if ends else len(steps)) and (callback.in_a_row >= limit) == bool(ends)
+
+
+def test_weights_that_the_last_step_spoiled_are_not_saved():
+    _, callback = run_through(2, [(1.0, 1.0)], "bf16")
+    model, state = torch.nn.Linear(2, 2), SimpleNamespace(global_step=1)
+    callback.on_train_end(None, state, None, model=model)
+    model.weight.data[0, 1] = math.inf
+    with pytest.raises(Diverged, match="not finite after step 1"):
+        callback.on_train_end(None, state, None, model=model)
 
 
 # the first cause
