@@ -1,4 +1,4 @@
-"""The simulation's worker with other programs' loss heads: python -m benchmarks.planners.other_trainers AT_ONCE
+"""The simulation's worker with other programs' loss heads: python -m benchmarks.planners.other_trainers DEVICE
 
 TRL 1.16 computes the loss in chunks and never holds the logits whole. The programs behind most published numbers did
 hold them. Which of these a program did stands in its rows as `head`, from the source of the version that was used:
@@ -21,7 +21,7 @@ BYTES_PER_LOGIT = {"upcast": 10, "upcast_shifted": 14, "early_shifted": 12, "shi
 def main() -> None:
     load = parent.load_worker
     parent.load_worker = lambda device: with_heads(load(device))
-    parent.main(int(sys.argv[1]))
+    parent.main(sys.argv[1])
 
 
 def with_heads(worker):

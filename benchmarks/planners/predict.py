@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks.planners import court, estimators, fit
 from benchmarks.planners.other_trainers import BYTES_PER_LOGIT
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import library_versions
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.plan import predict as planner
@@ -68,12 +67,7 @@ def times_of(published: list[court.Row], fits: bool) -> dict[str, dict[str, Any]
 def predict(jobs: list[Job]) -> list[Prediction | str]:
     """A prediction for each, or why there is none."""
     by_engine = [job for job in jobs if simulation.not_simulated(job) is None]
-    try:
-        simulated = dict(zip(map(id, by_engine), simulation.simulate(by_engine), strict=True)) if by_engine else {}
-    except Refusal as refusal:
-        if len(jobs) == 1:
-            return [f"{refusal.what}: {refusal.why}"]
-        return [predict([job])[0] for job in jobs]
+    simulated = dict(zip(map(id, by_engine), simulation.simulate(by_engine), strict=True)) if by_engine else {}
     return [simulated.get(id(job)) or as_published(job, predict_by_formulas(job)) for job in jobs]
 
 

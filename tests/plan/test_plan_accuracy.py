@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FalconConfig
 
 from tests.helpers.compared_jobs import job_of, write_recipe
 from tests.helpers.tiny import ROOT, llama_config, write_model
-from zero_recipes.plan.formulas import overheads
+from zero_recipes.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.plan.simulator import parent as simulation
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
@@ -130,14 +130,20 @@ def test_the_plan_is_what_a_run_takes(model, case, planned, request, tmp_path):
         assert planned_bytes == metrics["communication_bytes_per_step"].get(collective, 0), collective
 
 
-def test_one_gpu_has_no_buckets_whatever_launched_the_run_that_is_planned(tmp_path, monkeypatch):
-    """accelerate takes a process with LOCAL_RANK for one of several, and wraps the model in DDP."""
-    model = write_model(tmp_path / "neox", hidden=96, intermediate=203)
-    job = replace(job_of(write_recipe(tmp_path, model, {}), model, "single", 1), device="gpu")
+def test_simulated_gpus(tmp_path, monkeypatch):
+    """accelerate takes a process with LOCAL_RANK for one of several, and wraps the model in DDP: one GPU has no buckets
+    whatever launched the run that is planned. DeepSpeed casts packed weights at stage 2; Falcon indexes by lists."""
+    models, jobs = [write_model(tmp_path / "neox", hidden=96, intermediate=203), tmp_path / "falcon"], []
+    FalconConfig(vocab_size=1031, hidden_size=96, num_hidden_layers=2, num_attention_heads=4).save_pretrained(models[1])
+    for model, strategy, ranks, keys in zip(models, ("single", "zero2"), (1, 2), ({}, QLORA), strict=True):
+        (folder := tmp_path / strategy).mkdir()
+        jobs.append(replace(job_of(write_recipe(folder, model, keys), model, strategy, ranks), device="gpu"))
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    (found,) = simulation.simulate([job])
+    found, packed = simulation.simulate(jobs)
     assert found.at_peak["buckets"] == 0 and found.communication_bytes_per_step == {}
     states = found.model_state_bytes
     assert (states.params, states.grads) == (4 * found.parameters, 4 * found.parameters)
     assert found.reserved_bytes == overheads().reserved_range(found.allocated_peak_bytes, 1)
+    params = predict_by_formulas(jobs[1]).model_state_bytes.params
+    assert packed.model_state_bytes.params == pytest.approx(params, rel=0.02) and params < 1.5 * packed.parameters

@@ -189,7 +189,7 @@ def test_a_stated_mean_takes_the_place_of_the_rows(capsys):
     for options, places in ((("--mean_tokens", "64"), 64), (("--mean_tokens", "64", "--packing", "true"), 256)):
         found = json.loads(plan(capsys, "--json", *options))
         assert {row["speed"]["tokens_per_step"] for row in found["rows"]} == {16 * places}
-    assert cli.main(["plan", TINY, "--gpus", "2", "--gpu", "h200", "--mean_tokens", "300"]) == 2
+    assert cli.main(["plan", TINY, "--gpus", "2", "--gpu", "h200", "--quick", "--mean_tokens", "300"]) == 2
     assert "ZR841" in capsys.readouterr().err
     said = plan(capsys, "--dataset_name", "no-such/data-set", "--strategies", "zero2", "-v")
     assert "Rows: lengths unknown" in said and "each is taken to have 256 tokens" in said

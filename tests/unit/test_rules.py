@@ -63,6 +63,15 @@ def test_sequences_are_shared_by_groups_and_heads(tmp_path):
     assert "1 attention heads and 1 key-value heads" in finding.what
     write_llama(tmp_path / "model")
     assert found_in(tmp_path / "recipe.yaml", keys, device="cpu") == []
+    for layers, window, attention, codes in (
+        (["conv", "full_attention"], None, "sdpa", ["ZR298"]),  # LFM2: each part would begin with an empty window
+        (["sliding_attention"] * 2, 64, "sdpa", ["ZR298"]),
+        (["sliding_attention"] * 2, 128, "sdpa", []),  # max_length
+        (["sliding_attention"] * 2, 64, "flash_attention_2", []),
+    ):
+        llama_config(layer_types=layers, sliding_window=window).save_pretrained(tmp_path / "model")
+        found = findings_in(tmp_path / "recipe.yaml", keys | {"attn_implementation": attention})
+        assert [one.code for one in found if one.code == "ZR298"] == codes, (layers, window, attention)
 
 
 def test_packed_rows_by_the_type_of_the_model(found, tmp_path):

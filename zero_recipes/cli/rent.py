@@ -11,7 +11,7 @@ from zero_recipes.cli.verbs import strategies_of
 from zero_recipes.core.files import FILES
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import working
-from zero_recipes.plan.command import answer_by
+from zero_recipes.plan.command import answer_by, simulated
 from zero_recipes.plan.job import HOSTS, MACHINE_RANK, read_request
 from zero_recipes.plan.predict import Predictor
 
@@ -24,7 +24,8 @@ def rent(arguments: argparse.Namespace) -> int:
     arguments.strategies = strategies_of(arguments)
     with working("planning"):
         request = read_request(arguments, arguments.overrides)
-        answer = answer_by(Predictor(quick=arguments.quick), arguments, request)
+        answer = answer_by(Predictor(quick=True), arguments, request)
+        answer = answer if arguments.quick else simulated(answer, arguments)
     job = answer.advice.job
     if job is None:
         raise refusal("ZR906", recipe=arguments.recipe, gpus=arguments.gpus, gpu=arguments.gpu)

@@ -90,6 +90,10 @@ def _bytes_in(paths: Iterable[Path]) -> int:
 def plan(arguments: argparse.Namespace) -> int:
     quieten()
     with working("loading torch and transformers"):
+        if not arguments.quick:
+            from zero_recipes.plan.simulator import parent
+
+            parent.start("gpu")  # loads the engine's libraries meanwhile
         from zero_recipes.plan import command
 
     arguments.strategies = strategies_of(arguments)

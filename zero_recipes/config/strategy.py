@@ -1,5 +1,6 @@
 """Which strategy is in force: found from the recipe, the command line and the launcher, before anything is loaded."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +147,10 @@ def sequence_parallel_findings(settings: Settings, strategy, device: str, config
     kernel = "/" in attention and "flash-attn" in attention  # as accelerate
     if not kernel and attention not in ("None", "sdpa", "flash_attention_2", "flash_attention_3"):
         yield finding("ZR248", size=size, attn_implementation=attention)
+    fits_window = (settings.max_length or math.inf) <= (getattr(config, "sliding_window", None) or 0)
+    exact = {"full_attention", *(["sliding_attention"] if fits_window or "flash" in attention else [])}
+    if layers := sorted({*(getattr(config, "layer_types", None) or ())} - exact):
+        yield finding("ZR298", size=size, model_type=config.model_type, layers=", ".join(layers))
     if settings.packing or settings.padding_free:
         yield finding("ZR249", key="packing" if settings.packing else "padding_free", size=size)
     multiple = settings.pad_to_multiple_of

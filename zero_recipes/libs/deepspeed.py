@@ -91,7 +91,7 @@ def weight_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> 
             yield from _flatten(p.ds_secondary_tensor)
     else:
         yield from parameters
-    yield from _held(optimizer, WEIGHTS)
+    yield from _state_tensors(optimizer, WEIGHTS)
 
 
 def is_partitioned(p: torch.nn.Parameter) -> bool:
@@ -140,10 +140,10 @@ def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -
             for grad in (p.grad, getattr(p, "grad_accum", None)):
                 if grad is not None and local(grad).untyped_storage() not in buckets:
                     yield grad
-    yield from _held(optimizer, GRADIENTS)
+    yield from _state_tensors(optimizer, GRADIENTS)
     if stage_1_or_2:  # the buffer of copy_grads_in_partition: made by the first gradient
         yield from _flatten(getattr(optimizer, "grads_in_partition", None))
-    for master in _held(optimizer, MASTERS):
+    for master in _state_tensors(optimizer, MASTERS):
         if master.grad is not None:
             yield master.grad
 
@@ -151,13 +151,13 @@ def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -
 def optimizer_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
     """fp32 masters and every tensor of `optimizer.state`. Without DeepSpeed the master is the parameter itself."""
     known = set(map(id, parameters))
-    for master in _held(optimizer, MASTERS):
+    for master in _state_tensors(optimizer, MASTERS):
         if id(master) not in known:
             yield master
     yield from _flatten(dict(base_optimizer(optimizer).state))
 
 
-def _held(optimizer: Any, what: int) -> Iterator[torch.Tensor]:
+def _state_tensors(optimizer: Any, what: int) -> Iterator[torch.Tensor]:
     """The tensors of DeepSpeed's optimizer that hold WEIGHTS, GRADIENTS or MASTERS; none of a torch optimizer."""
     layouts = [_LAYOUTS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _LAYOUTS]
     if not layouts and not isinstance(optimizer, torch.optim.Optimizer):

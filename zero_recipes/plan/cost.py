@@ -63,10 +63,10 @@ def how_good(job: Job, gpu: Gpu) -> str:
     if any(lacking.values()):
         return f"Step: not fitted to any published time of {', '.join(name for name in lacking if lacking[name])}."
     regime = regime_of(job)
-    held, rows, left_out = constants()["holds"][regime]
+    inside, rows, left_out = constants()["holds"][regime]
     blind = "; of blind rows {} of {}".format(*constants()["blind"][regime]) if regime in constants()["blind"] else ""
     kind = f"published times of its kind ({regime})"
-    return f"Step: holds {held} of {rows} {kind}, {left_out} by ranges fitted without their source{blind}."
+    return f"Step: holds {inside} of {rows} {kind}, {left_out} by ranges fitted without their source{blind}."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
@@ -230,12 +230,12 @@ def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> float:
     On NVMe a step reads and writes the optimizer's 12 bytes a parameter and its gradient (4), reads the parameters (2)
     for each forward and backward, and writes them once. Nothing is taken to overlap."""
     here, passes, zero = job.ranks_per_node, prediction.gradient_accumulation_steps, job.zero
-    trained, held = prediction.trainable_parameters / job.world_size, prediction.parameters / job.world_size
+    trained, partition = prediction.trainable_parameters / job.world_size, prediction.parameters / job.world_size
     crossing = 2 * trained * (passes + 1) if zero.offload_optimizer else 0.0  # gradients in each pass, weights once
-    crossing += 2 * 2 * passes * held if zero.offload_param else 0  # up for forward and for backward
+    crossing += 2 * 2 * passes * partition if zero.offload_param else 0  # up for forward and for backward
     updated = trained * here * passes if zero.offload_optimizer else 0  # times.yaml: gradients meet there in each pass
     swapped = 2 * 16 * trained * here if zero.offload_optimizer == "nvme" else 0
-    swapped += 2 * (2 * passes + 1) * held * here if zero.offload_param == "nvme" else 0
+    swapped += 2 * (2 * passes + 1) * partition * here if zero.offload_param == "nvme" else 0
     parts = {"host_share": crossing / (gpu.host_gb_s * 1e9), "cpu_adam": updated, "nvme": swapped}
     return sum(size / constant(name) for name, size in parts.items())
 

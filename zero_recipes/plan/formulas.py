@@ -90,7 +90,8 @@ class Shape:
         self.multiplied = self.parameters if tied else self.parameters - embedding.numel()
         adapted = sum(p.shape[-1] for name, p in model.named_parameters() if "lora_A" in name)
         self.adapted = adapted / text.num_hidden_layers  # inputs of one layer's adapters
-        self.layers, self.hidden, self.heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
+        self.layers, self.hidden = text.num_hidden_layers, text.hidden_size
+        self.heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
         head_width = getattr(text, "head_dim", None) or self.hidden // self.heads
         self.query_width = self.heads * head_width
         self.kv_width = (getattr(text, "num_key_value_heads", None) or self.heads) * head_width  # of one
@@ -215,19 +216,19 @@ class Sizes:
             each = (
                 (MIXED if width == 2 else FP32._replace(optimizer=12)) if stage else ModelState(width, width, 2 * width)
             )
-        held = model_state_bytes(shape.parameters, self.ranks, stage, shape.trainable, each)
-        held = held._replace(params=self.stored(width) / (self.ranks if stage == 3 else 1) + self.scales)
+        states = model_state_bytes(shape.parameters, self.ranks, stage, shape.trainable, each)
+        states = states._replace(params=self.stored(width) / (self.ranks if stage == 3 else 1) + self.scales)
         sharing, offloaded = zero.hpz_partition_size, zero.offload_optimizer
-        params = held.params + (self.stored(width) / sharing if sharing > 1 else 0)
-        params_on_host = held.params if job.offloads_params and zero.offload_param == "cpu" else 0
+        params = states.params + (self.stored(width) / sharing if sharing > 1 else 0)
+        params_on_host = states.params if job.offloads_params and zero.offload_param == "cpu" else 0
         copies, buckets, moved = self._of_stage(stage)
         return Terms(
-            ModelState(0 if job.offloads_params else params, *((0, 0) if offloaded else held[1:])),
+            ModelState(0 if job.offloads_params else params, *((0, 0) if offloaded else states[1:])),
             copies=0 if offloaded else copies,
             buckets=width * buckets,
             moved=moved,
             saved=each.optimizer * shape.trainable,
-            on_host=(held.optimizer if offloaded == "cpu" else 0) + params_on_host,
+            on_host=(states.optimizer if offloaded == "cpu" else 0) + params_on_host,
             on_nvme=capacity.swapped_bytes(zero, shape.tensors, self.ranks, width),
         )
 
@@ -326,10 +327,9 @@ class Sizes:
         job, shape, share = self.job, self.shape, self.shape.trainable / self.ranks
         mapped = not self.settings.random_weights and self.loaded == capacity.DTYPE_BYTES.get(shape.dtype, 4)
         load = 0 if mapped or job.zero_stage == 3 else self.loaded * shape.parameters
-        held = self.terms.on_host + capacity.beside_offloaded_optimizer(job.zero, share, self.width, self.passes > 1)
-        return load, held + sum(
-            capacity.swap_buffers(job.zero, share, shape.embedding / self.ranks, self.ranks).values()
-        )
+        copies = capacity.beside_offloaded_optimizer(job.zero, share, self.width, self.passes > 1)
+        buffers = capacity.swap_buffers(job.zero, share, shape.embedding / self.ranks, self.ranks)
+        return load, self.terms.on_host + copies + sum(buffers.values())
 
 
 def prediction_of(job: Job, weights: int, saved: int, host: tuple[float, float], **found: Any) -> Prediction:

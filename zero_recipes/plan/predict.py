@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 import zero_recipes
 from zero_recipes.core.files import write_text
-from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import library_versions
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.plan.formulas import overheads, predict_by_formulas
@@ -27,7 +26,7 @@ BY_FORMULAS = " is by formulas: "  # in a note; a reason follows
 
 class Predictor:
     """Predicts each job once, and keeps on disk what was simulated. `quick`: by formulas alone. `seconds`: of
-    simulations from now on; afterwards, or where one fails within this limit, formulas answer and say why."""
+    simulations from now on. Where none can be made, formulas answer and say why."""
 
     def __init__(self, quick: bool = False, folder: Path | None = None, seconds: float | None = None):
         self.quick, self.seconds = quick, seconds
@@ -40,40 +39,39 @@ class Predictor:
         """Raises Refusal where the job can neither be simulated nor predicted by formulas."""
         key = job.key(self._versions)
         if key not in self._known:
-            reason = None if self.quick else simulation.not_simulated(job) or self._simulate(job)
-            if self.quick or reason:
-                notes = [] if self.quick else [f"{job.strategy}{BY_FORMULAS}{reason}."]
-                prediction = predict_by_formulas(job)
-                self._known[key] = prediction.model_copy(update={"notes": [*notes, *prediction.notes]})
+            self.prepare([job])
         return self._known[key]
 
-    def _simulate(self, job: Job) -> str | None:
-        """None where the job was simulated, else why not. Without a time limit raises Refusal instead."""
-        try:
-            self.prepare([job])
-            return None
-        except Refusal as refusal:
-            if self.deadline is None:
-                raise
-            if time.monotonic() >= self.deadline:
-                return f"simulations were given {self.seconds:.0f} s"
-            return f"{refusal.what}: {refusal.why.splitlines()[-1]}"
-
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Simulate these jobs side by side, apart from those that cannot be. Raises Refusal where one fails."""
+        """Predict these jobs, those that can be simulated side by side. Raises Refusal as above."""
         missing = {}
         for job in jobs:
-            if simulation.not_simulated(job) is None:
-                key = job.key(self._versions)
-                try:
-                    self._known[key] = Prediction.model_validate_json((self.folder / f"{key}.json").read_bytes())
-                except (OSError, ValidationError):  # not there, or not whole
-                    missing[key] = job
-        predictions = simulation.simulate(list(missing.values()), self.deadline)
-        for key, prediction in zip(missing, predictions, strict=True):
-            self._known[key] = prediction
+            key, reason = job.key(self._versions), None if self.quick else simulation.not_simulated(job)
+            if self.quick or reason:
+                self._known[key] = by_formulas(job, reason)
+                continue
+            try:
+                self._known[key] = Prediction.model_validate_json((self.folder / f"{key}.json").read_bytes())
+            except (OSError, ValidationError):  # not there, or not whole
+                missing[key] = job
+        predictions = simulation.simulate(list(missing.values()), self.deadline) if missing else []
+        is_late = self.deadline is not None and time.monotonic() >= self.deadline
+        for (key, job), found in zip(missing.items(), predictions, strict=True):
+            if isinstance(found, str):
+                reason = f"its simulation failed ({found.splitlines()[-1]})"
+                reason = f"simulations were given {self.seconds:.0f} s" if is_late else reason
+                self._known[key] = by_formulas(job, reason)
+                continue
+            self._known[key] = found
             with suppress(OSError):  # a full or read-only disk costs the next program its time, and no run its training
-                write_text(self.folder / f"{key}.json", prediction.model_dump_json())
+                write_text(self.folder / f"{key}.json", found.model_dump_json())
+
+
+def by_formulas(job: Job, reason: str | None) -> Prediction:
+    """`reason`: why the engine was not simulated, for a note."""
+    prediction = predict_by_formulas(job)
+    notes = [f"{job.strategy}{BY_FORMULAS}{reason}."] if reason else []
+    return prediction.model_copy(update={"notes": [*notes, *prediction.notes]})
 
 
 @functools.cache

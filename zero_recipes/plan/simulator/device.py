@@ -38,6 +38,9 @@ class Stream(contextlib.nullcontext):
 _DEFAULT_STREAM = Stream()
 
 
+_kernels = torch.library.Library("aten", "IMPL", "PrivateUse1")  # a registration ends with its library
+
+
 class _Backend:
     """What torch asks of a device's module (torch.gpu.*)."""
 
@@ -69,6 +72,9 @@ def set_up_fake_gpu() -> None:
         return torch.empty(made.shape, dtype=made.dtype, device=device)
 
     torch.tensor = tensor
+    # tensor[..., [index]] (Falcon) does so too, in C++
+    _kernels.impl("empty_strided", lambda size, stride, dtype=None, **_: torch._C._acc.create_empty_tensor(size, dtype))
+    _kernels.impl("_copy_from", lambda source, to, *_: to)
     _deepspeed_accelerator()
 
 

@@ -1,8 +1,9 @@
 """Predictions from the real engine: jobs are simulated in a process of their own, which forks for each (worker.py).
 
-    python -m zero_recipes.plan.simulator.parent AT_ONCE < tasks.json
+    python -m zero_recipes.plan.simulator.parent DEVICE
 
-The process reads [{"job", "rank"}], all of one device, and prints for each task a line: its number, and its answer.
+The process imports the libraries and stays. It reads lines [how many at once, [{"job", "rank"}]], and prints for each
+task a line: its number, and its answer.
 """
 
 import json
@@ -15,18 +16,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import ModuleType
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 from rich.progress import track
 
-from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
 from zero_recipes.core.tables import terminal
 from zero_recipes.metrics.schema import ModelStateBytes, Prediction
-from zero_recipes.plan.formulas import Sizes, prediction_of, shape_of
-from zero_recipes.plan.job import Job
+
+if TYPE_CHECKING:
+    from zero_recipes.plan.job import Job
 
 WORKER = ("-m", "zero_recipes.plan.simulator.parent")  # what the child runs; benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
@@ -42,7 +43,7 @@ ENVIRONMENT = {
 }
 
 
-def not_simulated(job: Job) -> str | None:
+def not_simulated(job: "Job") -> str | None:
     """Why the engine cannot be simulated for this job; None where it can."""
     zero = job.zero
     reasons = {
@@ -56,8 +57,8 @@ def not_simulated(job: Job) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def simulate(jobs: Sequence[Job], deadline: float | None = None) -> list[Prediction]:
-    """Of jobs of one device. `deadline`: a time.monotonic(). Raises Refusal where one fails or is not ready by then."""
+def simulate(jobs: Sequence["Job"], deadline: float | None = None) -> list[Prediction | str]:
+    """Of jobs of one device; the error of one that fails, or is not ready by `deadline`, a time.monotonic()."""
     tasks = [(index, rank) for index, job in enumerate(jobs) for rank in _ranks(job)]
     # stage 3 takes longest and comes first, so that no core is left alone with it at the end
     tasks.sort(key=lambda task: jobs[task[0]].zero_stage != 3)
@@ -66,14 +67,11 @@ def simulate(jobs: Sequence[Job], deadline: float | None = None) -> list[Predict
     answers = _answers([{"job": simulated[index], "rank": rank} for index, rank in tasks], deadline)
     for number, answer in track(answers, "simulating", len(tasks), console=terminal(stderr=True), transient=True):
         index, rank = tasks[number]
-        if "error" in answer:
-            job = jobs[index]
-            raise refusal("ZR821", strategy=job.strategy, world_size=job.world_size, error=answer["error"])
         found[index][rank] = answer
     return [_prediction(job, [ranks[rank] for rank in _ranks(job)]) for job, ranks in zip(jobs, found, strict=True)]
 
 
-def _own_sequences(job: Job) -> Job:
+def _own_sequences(job: "Job") -> "Job":
     """Under Ulysses a rank's part of each sequence, as a sequence of its own: the same tensors, but for those that one
     attention swaps at a time."""
     shared = job.sequence_parallel
@@ -81,47 +79,63 @@ def _own_sequences(job: Job) -> Job:
     return job if shared == 1 else job.changed(**own)
 
 
-def _ranks(job: Job) -> list[int]:
+def _ranks(job: "Job") -> list[int]:
     """The first and the last at stages 1 and 2, whose flat partitions cut other tensors. Elsewhere all are alike."""
     return sorted({0, job.world_size - 1}) if job.zero_stage in (1, 2) else [0]
+
+
+_started: dict[tuple[str, ...], tuple[subprocess.Popen, IO[str]]] = {}
+
+
+def start(device: str) -> tuple[subprocess.Popen, IO[str]]:
+    """(the process that simulates jobs of this device, what it writes to stderr). It imports the libraries meanwhile,
+    and ends with this one."""
+    command = (sys.executable, *WORKER, device)
+    if command not in _started or _started[command][0].poll() is not None:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)} | ENVIRONMENT
+        errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        _started[command] = subprocess.Popen(command, stderr=errors, text=True, env=own, **pipes), errors
+    return _started[command]
 
 
 def _answers(tasks: list[dict], deadline: float | None) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number of a task, its answer) as each is ready. Where the process ends before all are, the others' `error`."""
     if not tasks:
         return
-    own = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)} | ENVIRONMENT
+    process, errors = start(tasks[0]["job"]["device"])
     at_once = max(1, min(Host().cores(), psutil.virtual_memory().available // RESIDENT))  # each takes a core
-    command, pipes = [sys.executable, *WORKER, str(at_once)], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     missing = set(range(len(tasks)))
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stderr=errors, text=True, env=own, **pipes) as child,
-    ):
-        end = lambda: kill_with_children(psutil.Process(child.pid))  # noqa: E731
-        timer = threading.Timer(threading.TIMEOUT_MAX if deadline is None else deadline - time.monotonic(), end)
-        timer.daemon = True
-        timer.start()
-        try:
-            with suppress(BrokenPipeError), child.stdin:  # it has ended: said below, of each task
-                child.stdin.write(json.dumps(tasks, default=str))
-            for line in child.stdout:
-                number, answer = line.split(maxsplit=1)
-                missing.remove(int(number))
-                yield int(number), json.loads(answer)
-        finally:
-            timer.cancel()
-            if child.poll() is None:
+    end = lambda: kill_with_children(psutil.Process(process.pid))  # noqa: E731
+    timer = threading.Timer(threading.TIMEOUT_MAX if deadline is None else deadline - time.monotonic(), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        with suppress(BrokenPipeError):  # it has ended: said below, of each task
+            print(json.dumps([at_once, tasks], default=str), file=process.stdin, flush=True)
+        while missing and (line := process.stdout.readline()):
+            number, answer = line.split(maxsplit=1)
+            missing.remove(int(number))
+            yield int(number), json.loads(answer)
+    finally:
+        timer.cancel()
+        if missing:  # the other answers would be taken for those to the next tasks
+            if process.poll() is None:
                 end()
-        child.wait()
+            process.communicate()
+    if missing:
         errors.seek(0)
-        error = "".join(errors.readlines()[-3:]).strip() or f"exit code {child.returncode}"
-        for number in missing:
-            yield number, {"error": error}
+        error = "".join(errors.readlines()[-3:]).strip() or f"exit code {process.returncode}"
+        yield from ((number, {"error": error}) for number in missing)
 
 
-def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
-    """The rank that needs most, with what the ranks need together."""
+def _prediction(job: "Job", ranks: list[dict[str, Any]]) -> Prediction | str:
+    """The rank that needs most, with what the ranks need together; or the error of one."""
+    from zero_recipes.plan.formulas import Sizes, prediction_of, shape_of  # imports torch: `start` need not wait for it
+
+    for rank in ranks:
+        if "error" in rank:
+            return rank["error"]
     most = max(ranks, key=lambda rank: rank["allocated_peak_bytes"])
     sizes, imports = Sizes(job, shape_of(job.config, job.settings)), most.pop("imports")
     host = (imports + most.pop("host_load"), imports + most.pop("host_training"))
@@ -132,29 +146,30 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
     return prediction_of(job, sizes.weights, sizes.terms.saved, host, **most)
 
 
-def main(at_once: int) -> None:
-    """The child: imports the libraries once, and forks for each task of standard input, so many at once."""
+def main(device: str) -> None:
+    """The child: imports the libraries once, and forks for each task of standard input."""
     end_with_parent()  # a run that is killed leaves no plan behind
-    tasks = list(enumerate(json.load(sys.stdin)))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr
     with imported_for_good():  # to look through a million objects again takes a second, in each fork too
-        worker = load_worker(tasks[0][1]["job"]["device"])
-    running: dict[int, tuple[int, Any]] = {}
-    while tasks or running:
-        while tasks and len(running) < at_once:
-            number, task = tasks.pop(0)
-            answer = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed where it is read)
-            child = os.fork()
-            if child == 0:
-                worker.run(task, answer)
-            running[child] = number, answer
-        ended, status = os.wait()
-        number, answer = running.pop(ended)
-        with answer:
-            answer.seek(0)
-            written = answer.read() or json.dumps({"error": f"its process ended with status {status}"})
-        print(number, written, file=answers, flush=True)
+        worker = load_worker(device)
+    for line in sys.stdin:
+        at_once, tasks = json.loads(line)
+        waiting, running = list(enumerate(tasks)), {}
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, task = waiting.pop(0)
+                answer = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed where it is read)
+                child = os.fork()
+                if child == 0:
+                    worker.run(task, answer)
+                running[child] = number, answer
+            ended, status = os.wait()
+            number, answer = running.pop(ended)
+            with answer:
+                answer.seek(0)
+                written = answer.read() or json.dumps({"error": f"its process ended with status {status}"})
+            print(number, written, file=answers, flush=True)
 
 
 def load_worker(device: str) -> ModuleType:
@@ -168,4 +183,4 @@ def load_worker(device: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1])
