@@ -133,8 +133,8 @@ def test_the_plan_is_what_a_run_takes(model, case, planned, request, tmp_path):
 def test_simulated_gpus(tmp_path, monkeypatch):
     """accelerate takes a process with LOCAL_RANK for one of several, and wraps the model in DDP: one GPU has no buckets
     whatever launched the run that is planned. DeepSpeed casts packed weights at stage 2; Falcon indexes by lists."""
-    models, jobs = [write_model(tmp_path / "neox", hidden=96, intermediate=203), tmp_path / "falcon"], []
-    FalconConfig(vocab_size=1031, hidden_size=96, num_hidden_layers=2, num_attention_heads=4).save_pretrained(models[1])
+    models, jobs = [tmp_path / "falcon", write_model(tmp_path / "neox", hidden=96, intermediate=203)], []
+    FalconConfig(vocab_size=1031, hidden_size=96, num_hidden_layers=2, num_attention_heads=4).save_pretrained(models[0])
     for model, strategy, ranks, keys in zip(models, ("single", "zero2"), (1, 2), ({}, QLORA), strict=True):
         (folder := tmp_path / strategy).mkdir()
         jobs.append(replace(job_of(write_recipe(folder, model, keys), model, strategy, ranks), device="gpu"))
