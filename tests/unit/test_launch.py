@@ -215,6 +215,17 @@ def test_one_process_of_torchrun_is_alone(monkeypatch):
     assert "LOCAL_RANK" not in os.environ
 
 
+def test_each_process_takes_its_gpu_and_fsdp_reduces_on_the_host_too(monkeypatch):
+    taken, met = [], []
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    monkeypatch.setattr("zero_recipes.distributed.group.rendezvous", lambda backend, *_: met.append(backend))
+    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "PATH": os.environ["PATH"]}.items():
+        monkeypatch.setenv(name, value)
+    for strategy in (Strategy("ddp", 4), Strategy("fsdp2", 4, fsdp_config={"cpu_offload": False})):
+        start_process_group(strategy, "cuda", 60, set())
+    assert (taken, met) == ([1, 1], ["nccl", "cuda:nccl,cpu:gloo"])
+
+
 def test_a_phase_inside_another_is_taken_out_of_it_and_a_failure_names_the_innermost(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
