@@ -39,6 +39,7 @@ def counted(clone: Path, pattern: str, words: list[str], no_text: str) -> dict:
         kinds["files"] += 1
         kinds["refused" if draft.changes else "with_a_named_loss" if draft.loses else "whole"] += 1
         refused_for.update(draft.changes.keys())
+        kinds["after_one_download"] += not draft.changes and "modelscope download" in draft.text()
         kinds["no_text"] += bool(draft.changes and re.search(no_text, text))
         kinds["data_only"] += draft.changes.keys() in ({"dataset"}, {"datasets"})
     head = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)

@@ -37,10 +37,10 @@ Measured = TypeVar("Measured")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 _COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16"}
 # keys of a recipe about its training: the process group, DeepSpeed, FSDP, the device
-_ONE_PROCESS = {"deepspeed": None, "fsdp": None, "fsdp_config": None, "parallelism_config": None, "use_cpu": True}
-_ONE_PROCESS |= {"bf16": False, "fp16": False, "tf32": None, "torch_compile": False, "use_liger_kernel": False}
-_ONE_PROCESS |= {"accelerator_config": None, "resume_from_checkpoint": None, "report_to": "none", "packing": False}
-_ONE_PROCESS |= {"load_in_4bit": False, "load_in_8bit": False, "push_to_hub": False, "padding_free": False}
+_ONE_PROCESS = dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"))
+_ONE_PROCESS |= {"use_cpu": True, "tf32": None, "resume_from_checkpoint": None, "report_to": "none"}
+_ONE_PROCESS |= dict.fromkeys(("bf16", "fp16", "torch_compile", "use_liger_kernel", "packing", "padding_free"), False)
+_ONE_PROCESS |= dict.fromkeys(("load_in_4bit", "load_in_8bit", "push_to_hub"), False)
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:

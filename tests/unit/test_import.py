@@ -83,6 +83,15 @@ CASES = {
     "ms-swift qwen3_5": (SWIFT.replace("qwen2_5", "qwen3_5"), ALPACA | {"output": " Word 1. "},
         written(CHATML, [("Say 1.\nNow.", "<think>\n\n</think>\n\nWord 1.")]),
         "<think>\n\n</think>\n\nWord 1.<|im_end|>\n"),
+    "ms-swift default": (SWIFT.replace("qwen2_5", "default"), SHAREGPT, "You are a helpful assistant.\n\n"
+        "### Human:\nSay 1.\n\n### Assistant:\nWord 1.\n\n"
+        "### Human:\nName a fish.\n\n### Assistant:\nThe red fish hums.<|endoftext|>",
+        "Word 1.The red fish hums.<|endoftext|>"),
+    "ms-swift gpt_oss": (SWIFT.replace("qwen2_5", "gpt_oss"), SHAREGPT, None,
+        "<|channel|>final<|message|>Word 1.<|channel|>final<|message|>The red fish hums.<|return|>"),
+    "ms-swift ignore_empty_think": (SWIFT.replace("qwen2_5", "qwen3")[:-1] + " --loss_scale ignore_empty_think\n",
+        SHAREGPT, written(CHATML, [(asked, f"<think>\n\n</think>\n\n{said}") for asked, said in TURNS]),
+        "Word 1.<|im_end|>\nThe red fish hums.<|im_end|>\n"),
     "torchtune alpaca": (TUNE.replace("NAME", "llama3_tokenizer").replace("DATA", "alpaca_dataset"), ALPACA,
         "<|endoftext|>" + written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")]) + "<|end_of_text|>",
         written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")])),
@@ -113,7 +122,7 @@ def test_text_and_mask_of_a_row_are_those_of_the_other_trainer(tmp_path, monkeyp
     assert cli.main(["import", "theirs.yml", "--output", "mine.yaml"]) == 0
     recipe = parse_recipe(tmp_path / "mine.yaml", read_recipe_file(tmp_path / "mine.yaml"), [])
     settings = recipe.settings.replace(**ON_CPU, output_dir="out", optim="adamw_torch", dtype="float32")
-    settings = settings.replace(max_length=256, packing=False)
+    settings = settings.replace(max_length=1024, packing=False)
     prepared = prepare_rows(settings, trl_arguments(settings, recipe.path).training, load_tokenizer(settings))
     (_, parts), *_ = prepared.shown[1]
     assert "".join(words for words, carries in parts if carries) == loss
@@ -167,7 +176,7 @@ def test_every_key_of_a_table_is_a_key_of_a_recipe(tmp_path, source):
 def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(tmp_path):
     """swift/self-cognition has the model's name as {{NAME}}."""
     command = (
-        "NPROC_PER_NODE=$n swift sft --model Qwen/Qwen3-8B --dataset swift/self-cognition#113 --target_modules q_proj"
+        "NPROC_PER_NODE=$n swift sft --model Qwen/Qwen3-8B --target_modules q_proj --dataset swift/self-cognition#113"
     )
     (tmp_path / "c.sh").write_text(f"n=4\n{command} --gradient_accumulation_steps $(expr 16 / $n) --model_author Al")
     assert translated(tmp_path / "c.sh", tmp_path / "r.yaml").changes.keys() == {"dataset"}
@@ -182,6 +191,13 @@ def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(tmp_path):
         messages=[{"role": "user", "content": "{{NAME}} {{AUTHOR}}"}]
     )
     assert "\nBo Al<|im_end|>" in text
+    (tmp_path / "c.sh").write_text(
+        f"# swift sft --x\n{command} swift/Qwen3-SFT-Mixin --model_author Al --model_name Bo"
+    )
+    draft = translated(tmp_path / "c.sh", tmp_path / "r.yaml")
+    assert "modelscope download --dataset swift/Qwen3-SFT-Mixin --local_dir data/Qwen3-SFT-Mixin" in draft.text()
+    file = {"path": "json", "data_files": "data/Qwen3-SFT-Mixin/qwen3_32b_distill_1k.jsonl"}
+    assert not draft.changes and file in draft.recipe["datasets"][0]
 
 
 def test_options_of_ms_swift_in_a_file(tmp_path, monkeypatch):

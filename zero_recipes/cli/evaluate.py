@@ -9,7 +9,7 @@ import transformers
 
 from zero_recipes import ask
 from zero_recipes.config.recipe import choose_device
-from zero_recipes.core.files import strict_json, write_text
+from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.core.tables import print_columns, terminal
 from zero_recipes.metrics import schema
@@ -42,10 +42,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     for key, row in (before or {}).items():
         after[key] = after[key].model_copy(update={"before": row.after, "before_stderr": row.after_stderr})
     file = (arguments.output_dir or target.folder) / EVALUATIONS
-    tasks = {task for task, _ in after}
-    rows = [row for row in read_evaluations(file) if row.task not in tasks] + [*after.values()]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, strict_json([row.model_dump() for row in rows], indent=2) + "\n")
+    rows = [row for row in read_evaluations(file) if row.task not in {task for task, _ in after}] + [*after.values()]
+    write_json(file, [row.model_dump() for row in rows])
     if file.parent == target.folder and (target.folder / schema.FILE).is_file():
         write_card(target.folder)
     print_columns(EVALUATED[:2], EVALUATED[2:], [*after.values()], terminal())

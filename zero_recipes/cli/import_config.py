@@ -119,7 +119,7 @@ def _swift_command(script: str) -> str | None:
     """The words after `swift sft`, with the script's variables, and divisions by expr; None where there are none."""
     values = dict(re.findall(r"^(\w+)=(\S+)$", script, re.MULTILINE))
     script = re.sub(r"\$\{?(\w+)\}?", lambda name: values.get(name[1], name[0]), script)
-    if (found := re.search(r"\bswift sft\s((?:.*\\\n)*.*)", script)) is None:
+    if (found := re.search(r"^[^#\n]*\bswift sft\s((?:.*\\\n)*.*)", script, re.MULTILINE)) is None:
         return None
     command = re.sub(r"(^|\s)#.*", r"\1", found[1])  # shlex takes the # of data#500 for a comment, too
     each, nodes = (re.search(rf"\b{name}=(\d+)", script) for name in ("NPROC_PER_NODE", "NNODES"))
@@ -143,11 +143,9 @@ def _options(words: list[str]) -> dict[str, Any]:
 
 def _flat(theirs: Mapping[str, Any], nested: Sequence[str]) -> dict[str, Any]:
     """{"outer.inner": value} of the keys of `nested`."""
-    flat = {}
-    for key, value in theirs.items():
-        inner = value if isinstance(value, dict) and key in nested else None
-        flat |= {key: value} if inner is None else {f"{key}.{name}": each for name, each in inner.items()}
-    return flat
+    deep = {key: value for key, value in theirs.items() if isinstance(value, dict) and key in nested}
+    flat = {f"{key}.{name}": value for key, inner in deep.items() for name, value in inner.items()}
+    return {key: value for key, value in theirs.items() if key not in deep} | flat
 
 
 def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
@@ -184,17 +182,17 @@ def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
 def _template(draft: Draft, name: str | None, mask: str, content: str = "m['content']", **more: Any) -> None:
     """Turns as the other trainer's template of this name writes them, with `more` parts, or as the tokenizer's own.
     `content`: Jinja for the text of a message."""
-    draft.put(f"{draft.source}'s loss", assistant_only_loss=True, assistant_mask=mask)
+    parts, file = table("templates")[draft.source].get(name, {}) | more, draft.at.with_suffix(".jinja")
+    body = parts.get("body", "messages" if mask == "template" else "body")
+    draft.put(f"loss, {draft.source}", assistant_only_loss=True, assistant_mask={"answers": "template"}.get(body, mask))
     if name in (None, "tokenizer_default"):
         return
-    parts, file = table("templates")[draft.source].get(name, {}), draft.at.with_suffix(".jinja")
     if "trl" in parts:
         draft.files[file] = resources.files("trl").joinpath("chat_templates", f"{parts['trl']}.jinja").read_text()
-    elif parts:
-        known = table("templates")["parts"] | parts | more | {"strict": mask == "turn"}
+    elif parts.keys() - more:
+        known = table("templates")["parts"] | parts | {"strict": mask == "turn"}
         sets = "".join(f"{{%- set {key} = {json.dumps(value)} %}}\n" for key, value in known.items())
-        body = table("templates")["messages" if mask == "template" else "body"]
-        draft.files[file] = sets + body.replace("m['content']", f"({content})")
+        draft.files[file] = sets + table("templates")[body].replace("m['content']", f"({content})")
     else:
         draft.changes["template"] = f"{name!r} is not known here"
     draft.loses |= {"template": parts["loses"]} if "loses" in parts else {}
@@ -293,14 +291,17 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     rows, model, entries = table("ms-swift"), str(theirs.get("model")), []
     theirs["model"] = rows["names"].get(model, model)
     name = next((name for models, name in rows["models"].items() if fnmatchcase(model, models)), "of this model")
-    content, replaced, sets = "m['content']", {}, theirs.get("dataset") or []
+    template, content, replaced, sets = theirs.get("template", name), "m['content']", {}, theirs.get("dataset") or []
+    parts = table("templates")["ms-swift"].get(template, {})
     sets = [sets] if isinstance(sets, str) else sets
     for path, _, count in (named.partition("#") for named in sets):
         known = rows["hub"].get(path, {"path": path})
         if path not in rows["hub"] and Path(path).suffix not in FORMATS:
             draft.changes["dataset"] = f"{path} is a name of ModelScope, which the hub may not have"
-        if "content" in known and len(sets) > 1:
+        if ("content" in known and len(sets) > 1) or known.get("think", parts.get("think")) != parts.get("think"):
             draft.changes["dataset"] = f"swift rewrites the rows of {path} alone"
+        if known.get("download"):
+            draft.note[path] = f"first modelscope download --dataset {path} --local_dir {Path(known['path']).parent}"
         content, replaced = known.get("content", content), replaced | known.get("replace", {})
         size = None if theirs.get("streaming") else known.get("rows")
         whole, rest = divmod(int(count), size or int(count) + 1) if count else (1, 0)
@@ -312,10 +313,11 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     replaced = {old: theirs.get(new) if new in rows["keys"] else new for old, new in replaced.items()}
     for old in (old for old, new in replaced.items() if not isinstance(new, str)):
         draft.changes["dataset"] = f"{old} in its rows becomes one name or two, by their language"
-    template, system = theirs.get("template", name), {key: theirs[key] for key in theirs if key == "system"}
+    silent = {"body": "answers", "empty_thoughts": False} if theirs.get("loss_scale") == "ignore_empty_think" else {}
+    more = silent | {key: theirs[key] for key in theirs if key == "system"}
     filters = "".join(f" | replace({json.dumps(old)}, {json.dumps(new)})" for old, new in replaced.items())
     draft.note |= {"dataset": f"the chat template writes {replaced}"} if replaced else {}
-    _template(draft, template, "turn", f"({content}){filters}", **system)
+    _template(draft, template, "turn", f"({content}){filters}", **more)
     draft.put("dataset", datasets=entries)
     _sharding(draft)
 
