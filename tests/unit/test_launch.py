@@ -70,6 +70,13 @@ def test_check_plan_and_sweep_take_the_file_of_a_launch(root, monkeypatch, capsy
     assert swept == [["zero3_offload"], ["ddp"], ["ddp", "zero0", "zero1", "zero2", "zero3"]]
 
 
+def test_what_accelerates_launcher_refuses_is_one_message(root, monkeypatch, capsys, tmp_path):
+    (tmp_path / "ddp.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: []\n")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert cli.main(["train", "recipes/tiny.yaml", "--config_file", str(tmp_path / "ddp.yaml")]) == 2
+    assert "while launching with" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "text", ["distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n", "distributed_type: FSDP\n"]
 )

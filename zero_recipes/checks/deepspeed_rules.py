@@ -51,6 +51,7 @@ def _stops(run: Candidate) -> dict[str, Any]:
         "grad_accum_dtype": stage == 0 and ds.grad_accum_dtype not in (None, settings.precision),
         "muon": stage == 3 and _optimizer_type(run) == "muon" and scatters,
         "zenflow": ds.zero.get("zenflow"),
+        "legacy_stage1": ds.zero.get("legacy_stage1"),
         "data_routing": run.value("data_efficiency.enabled") and run.value("data_efficiency.data_routing.enabled"),
         "managed_accumulation": run.value("managed_gradient_accumulation") is False,
         "deprecated_offload": ds.zero.get("cpu_offload") and not ds.optimizer,

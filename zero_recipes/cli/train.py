@@ -7,7 +7,7 @@ import shutil
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, file_named, read_accelerate_file
 from zero_recipes.core.files import FILES, at_hand
-from zero_recipes.core.findings import FAILED, PREEMPTED, REFUSED, refusal
+from zero_recipes.core.findings import FAILED, PREEMPTED, REFUSED, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import STOPPING, free_port
 
@@ -59,12 +59,13 @@ def train(arguments: argparse.Namespace) -> int:
     launched = launch.launch_command_parser().parse_args([str(word) for word in words])
     # torchrun's own: it hands these signals on, and kills what is still there after so many seconds
     launched.signals_to_handle, launched.shutdown_timeout = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", END_SECONDS
-    try:
-        launch.launch_command(launched)
-    except ChildFailedError as error:  # each rank has printed why
-        codes = {failure.exitcode for failure in error.failures.values()}
-        known = (code for code in (REFUSED, PREEMPTED) if code in codes)
-        return PREEMPTED if codes <= {-number for number in STOPPING} else next(known, FAILED)
-    except SignalException as error:
-        return PREEMPTED if error.sigval in STOPPING else 128 + error.sigval
+    with library_error_as_finding(f"launching with {file}"):
+        try:
+            launch.launch_command(launched)
+        except ChildFailedError as error:  # each rank has printed why
+            codes = {failure.exitcode for failure in error.failures.values()}
+            known = (code for code in (REFUSED, PREEMPTED) if code in codes)
+            return PREEMPTED if codes <= {-number for number in STOPPING} else next(known, FAILED)
+        except SignalException as error:
+            return PREEMPTED if error.sigval in STOPPING else 128 + error.sigval
     return 0

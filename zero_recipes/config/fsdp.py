@@ -11,7 +11,7 @@ import yaml
 from zero_recipes.config.accelerate import is_fsdp1
 from zero_recipes.config.ds_config import read_json_mapping
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Finding, Refusal, finding, refusal
+from zero_recipes.core.findings import Finding, Refusal, finding, library_error_as_finding, refusal
 
 # transformers' `fsdp_config` (training_args.py, _process_fsdp_args) by what `accelerate launch` sets (utils/launch.py)
 _VARIABLES = {
@@ -58,6 +58,10 @@ def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], wor
 def _from_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
+    from accelerate.utils import FullyShardedDataParallelPlugin, patch_environment
+
+    with library_error_as_finding("reading the accelerate file's fsdp_config"), patch_environment(**environment):
+        FullyShardedDataParallelPlugin()
     written = {key: _value(environment[name]) for name, key in _VARIABLES.items() if name in environment}
     if is_fsdp1(environment):
         strategy = environment.get("FSDP_SHARDING_STRATEGY", _RESHARDING[0])
