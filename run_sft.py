@@ -8,8 +8,8 @@ import os
 import sys
 
 from zero_recipes.config import recipe as recipes
-from zero_recipes.core.findings import Refusal, RunFailed, print_ending, raise_or_print
-from zero_recipes.core.process import leave
+from zero_recipes.core.findings import Refusal, RunFailed, print_ending, raise_errors, shown
+from zero_recipes.core.process import leave, say
 from zero_recipes.libs.warnings import quiet_imports
 
 
@@ -30,16 +30,18 @@ def prepare(argv: list[str]):
     with quiet_imports():
         from zero_recipes.checks.preflight import preflight
     run, findings = preflight(path, mapping, overrides, os.environ)
-    raise_or_print(findings)
+    raise_errors(findings)
+    if findings:
+        say(shown(findings))
     return run
 
 
 def train(run):
     """One run in its process group. Returns the trainer, its group still alive."""
-    from zero_recipes.checkpoint.output_dir import swap_space
     from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
     from zero_recipes.checks.predicted import planning
     from zero_recipes.checks.preflight import resolved_ds_config
+    from zero_recipes.distributed.nvme import swap_space
     from zero_recipes.training.output import RecipeRun
     from zero_recipes.training.trainer import ZeroSFTTrainer
 

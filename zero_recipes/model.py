@@ -14,6 +14,7 @@ from zero_recipes.libs.deepspeed import is_partitioned, packed_weights, whole_sh
 from zero_recipes.libs.huggingface import other_attention, without_deepspeed_announcement
 from zero_recipes.libs.patches import keep_4bit_layout
 
+STARTS_IN_BASE = ("pissa", "olora")  # values of init_lora_weights: PEFT takes LoRA's matrices out of the base
 # what transformers reports of a load: what it would have done about it
 _KEY_PROBLEMS = {
     "missing_keys": "The model has these tensors and the checkpoint does not: they would begin with random numbers.",
@@ -30,22 +31,10 @@ def load_config(settings: Settings) -> PretrainedConfig:
     try:
         if name.startswith((".", "/")) and not Path(name).is_dir():
             raise OSError(f"There is no such folder in {Path.cwd()}.")  # transformers takes it for a name of the hub
-        return _config(settings)
+        keywords = {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
+        return AutoConfig.from_pretrained(name, **keywords)
     except (OSError, ValueError) as error:
         raise refusal("ZR403", name=name, error=first_line(error)) from error
-
-
-def local_config(settings: Settings) -> PretrainedConfig | None:
-    """The model's configuration from a folder or the cache, never from the hub; None where it is in neither."""
-    try:
-        return _config(settings, local_files_only=True)
-    except (OSError, ValueError, TypeError):
-        return None  # `load_config` says what is wrong with it
-
-
-def _config(settings: Settings, **keywords) -> PretrainedConfig:
-    keywords |= {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
-    return AutoConfig.from_pretrained(settings.model_name_or_path, **keywords)
 
 
 def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
@@ -205,7 +194,7 @@ def sizes_of(settings: Settings) -> list[int] | None:
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     """(all, trainable) parameters, whole also where ZeRO stage 3 has partitioned them (tied ones count once), each
-    number once also where several lie packed in one element (4 bit)."""
+    number once also where several are packed in one element (4 bit)."""
     packed = {id(weight): state.shape.numel() for weight, state in packed_weights(model)}
     sizes = [(packed.get(id(p), whole_size(p)), p.requires_grad) for p in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)

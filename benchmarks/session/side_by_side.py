@@ -15,10 +15,10 @@ sys.path.insert(0, str(ROOT))
 
 
 def main(strategy: str, model: str, folder: Path, keys: dict) -> None:
-    from zero_recipes.core.process import free_port, leave
+    from zero_recipes.core.process import leave
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     import deepspeed
     import torch
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.helpers.group import CaseFailed
 from tests.helpers.tiny import arguments, write_model, write_recipe
-from zero_recipes.checkpoint.output_dir import SWAP_LOCK, SWAPPED, claim_swap_folder
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Host
+from zero_recipes.distributed.nvme import LOCK, SWAPPED, claimed
 from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import job_of, model_config, read_recipe
 
@@ -82,7 +82,7 @@ def test_states_were_on_the_disk_and_went_there_and_back(runs):
         held = metrics["model_state_bytes"][rank]
         assert held["offloaded_disk"] == sum(optimizer.values()) + sum(parameters.values())
     disk = Path(runs["zero3_infinity"][0]["output_dir"]).parent / "disk"
-    assert [path.name for path in disk.iterdir()] == [SWAP_LOCK], "swap files are gone"
+    assert [path.name for path in disk.iterdir()] == [LOCK], "swap files are gone"
     assert all(result["swapped"] == {} for result in runs["zero3_offload"])
 
 
@@ -103,27 +103,23 @@ def test_the_plan_knows_the_swap_files_to_the_byte(runs, recipe):
 
 def test_a_folder_in_use_is_refused_and_its_files_stay(two, recipe, tmp_path):
     """The other run's swap files have the names that this run would delete and write."""
-    locks: list = []
-    claim_swap_folder(tmp_path, locks)
-    theirs = tmp_path / SWAPPED / "optimizer" / "rank0" / "0_1.tensor.swp"
-    theirs.parent.mkdir(parents=True)
-    theirs.write_text("states")
     argv = arguments(recipe, "zero3_infinity", tmp_path / "out")
-    said = two.run("refusal_of", argv=[*argv, "--nvme_path", str(tmp_path)])
-    assert said == [f"another run swaps to {tmp_path} [ZR622]"] * 2
-    assert theirs.read_text() == "states"
-    locks[0].release()
+    with claimed(tmp_path):
+        theirs = tmp_path / SWAPPED / "optimizer" / "rank0" / "0_1.tensor.swp"
+        theirs.parent.mkdir(parents=True)
+        theirs.write_text("states")
+        refused = two.run("refusal_of", argv=[*argv, "--nvme_path", str(tmp_path)])
+        assert refused == [f"another run swaps to {tmp_path} [ZR622]"] * 2
+        assert theirs.read_text() == "states"
 
 
 def test_what_a_killed_run_left_is_deleted(tmp_path, capsys):
     left = tmp_path / SWAPPED / "optimizer" / "rank7"
     left.mkdir(parents=True)
-    locks: list = []
-    claim_swap_folder(tmp_path, locks)
-    assert not (tmp_path / SWAPPED).exists() and "a killed run left" in capsys.readouterr().out
-    with pytest.raises(Refusal, match="another run swaps"):
-        claim_swap_folder(tmp_path, locks)
-    locks[0].release()
+    with claimed(tmp_path):
+        assert not (tmp_path / SWAPPED).exists() and "a killed run left" in capsys.readouterr().out
+        with pytest.raises(Refusal, match="another run swaps"), claimed(tmp_path):
+            pass
 
 
 @pytest.mark.private

@@ -7,6 +7,7 @@ are imported by one server for all groups (tests/helpers/preloaded.py), from whi
 import json
 import os
 import signal
+import socket
 import tempfile
 from contextlib import suppress
 from multiprocessing import forkserver, get_context
@@ -15,13 +16,18 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.helpers import worker
-from zero_recipes.core.process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = get_context("forkserver")
 SERVER.set_forkserver_preload(["pytest", "tests.helpers.preloaded"])
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 HANG_SECONDS = 300  # a guard only: a hanging case is killed, and the message holds the rank's log
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class CaseFailed(AssertionError):

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.group import ENVIRONMENT, SERVER, start_server
+from tests.helpers.group import ENVIRONMENT, SERVER, free_port, start_server
 from tests.helpers.tiny import ROOT
 from tests.helpers.worker import enter
-from zero_recipes.core.process import free_port
 
 
 def two_ranks(

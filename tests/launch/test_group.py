@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.helpers.group import free_port
 from tests.helpers.tiny import ROOT, arguments, write_recipe
 from tests.helpers.two_ranks import ranks
 from zero_recipes.cli import main as cli
-from zero_recipes.core.process import free_port
 from zero_recipes.distributed.group import wait_for_hosts
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.group import CaseFailed
+from tests.helpers.group import CaseFailed, free_port
 from tests.helpers.killed import PLACES, RANK_0_ONLY
 from tests.helpers.resuming import resume_recipe
 from tests.helpers.seeded import count, draw
@@ -17,7 +17,6 @@ from tests.helpers.tiny import ROOT, arguments
 from tests.helpers.two_ranks import two_ranks
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
 from zero_recipes.checkpoint.save import checkpoint_fault, is_unfinished, read_manifest
-from zero_recipes.core.process import free_port
 
 RESUME = ("--resume_from_checkpoint", "true")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.group import free_port
 from tests.helpers.tiny import ROOT, write_model, write_recipe, write_rows
-from zero_recipes.core.process import free_port
 
 QUICK = ["--max_steps", "2", "--sample_prompts", "2", "--sample_max_new_tokens", "4", "--eval_strategy", "no"]
 QUICK += ["--sample_prompts", "tests/helpers/prompts.jsonl", "--logging_steps", "1"]

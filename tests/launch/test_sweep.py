@@ -41,7 +41,7 @@ def test_one_value_runs_and_the_other_is_a_row(tmp_path, monkeypatch, capsys):
     found = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     swept = {row["swept"][BUCKET]: row for row in found}
     assert swept[7000]["communication_bytes"] > 0
-    assert read.table_rows([refused])[0]["code"] == swept["few"]["code"] == "ZR211"
+    assert read.table_rows([refused])[0]["code"] == swept["few"]["code"] == "ZR199"
 
 
 @pytest.mark.launch

@@ -121,7 +121,7 @@ def places(tmp_path_factory, tuned, adapter) -> dict[str, Path]:
         (["nowhere"], "ZR784"),
         ([BASE], "ZR570"),
         ([BASE, "--chat", "--prompts", "x"], "not allowed with"),
-        ([BASE, "--prompts", "nowhere.jsonl"], "ZR517"),
+        ([BASE, "--prompts", "nowhere.jsonl"], "ZR199"),
         ([BASE, "--prompts", "{rows}", "--output_dir", "{full}", *FORMAT], "ZR793"),
         ([BASE, "--max_lenth", "3"], "ZR103"),
         (["{cut}", "--prompts", "{rows}", *FORMAT], "ZR787"),

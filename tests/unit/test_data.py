@@ -26,9 +26,9 @@ from zero_recipes.data.forms import alpaca_prompt, alpaca_row, mask_by
 from zero_recipes.data.load import load_rows, load_tokenizer
 from zero_recipes.data.prepare import finish, prepare_split, tokenise
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
-from zero_recipes.metrics.read_runs import read_samples
+from zero_recipes.metrics.read_runs import question, read_samples
 from zero_recipes.report.judge import JUDGED_SCORES
-from zero_recipes.training.samples import Answers, question, sample_rows, show_samples, text_scores, write_rows
+from zero_recipes.training.samples import Answers, sample_rows, show_samples, text_scores, write_rows
 
 WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -85,7 +85,7 @@ def test_a_file_is_taken_by_its_path(tmp_path, kind):
     getattr(rows, f"to_{kind.removesuffix('l')}")(file)
     entries = [{"path": file, "split": "train[:1]"}, {"path": file}]
     for named, wanted in ({"dataset_name": file}, ["a", "b"]), ({"datasets": entries}, ["a", "a", "b"]):
-        assert load_rows(settings_with(**named)).train["text"][:] == wanted
+        assert load_rows(settings_with(**named))[0]["text"][:] == wanted
 
 
 def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path):
@@ -108,11 +108,11 @@ def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path):
 @pytest.mark.parametrize(
     ("requested", "code", "words"),
     [
-        (b'{"prompt": "a"', "ZR517", "Expecting"),
-        ("nowhere.jsonl", "ZR517", "nowhere.jsonl"),
-        (["a", None], "ZR519", "row 1"),
-        (b'{"prompt": "a", "completion": 1.5}\n{"prompt": {"a": 1}}', "ZR519", "row 1"),
-        (b'{"messages": [{"role": "user", "content": "a"}]}', "ZR519", "chat_template"),
+        (b'{"prompt": "a"', "ZR199", "Expecting"),
+        ("nowhere.jsonl", "ZR199", "nowhere.jsonl"),
+        (["a", None], "ZR199", "row 1"),
+        (b'{"prompt": "a", "completion": 1.5}\n{"prompt": {"a": 1}}', "ZR199", "row 1"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "ZR199", "chat_template"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_refused(tmp_path, tokenizer, requested, code, words):
@@ -214,13 +214,13 @@ def test_a_mixture_is_drawn_by_its_weights_whatever_forms_its_entries_have(tmp_p
     more = {"columns": {"question": "ask", "answer": "reply"}}
     keys = {"assistant_only_loss": True, "dataset_format": None, "seed": 3}
     mixed = [entries[0] | {"weight": 3}, entries[1] | {"weight": 1} | more]
-    rows = load.load_rows(settings_with(datasets=mixed, **keys)).train
+    rows = load.load_rows(settings_with(datasets=mixed, **keys))[0]
     share = sum(row["messages"][0]["content"] == "c" for row in rows) / len(rows)
     assert 0.15 < share < 0.35 and len(rows) <= 410
-    whole = load.load_rows(settings_with(datasets=mixed, mixture_stopping_strategy="all_exhausted", **keys)).train
+    whole = load.load_rows(settings_with(datasets=mixed, mixture_stopping_strategy="all_exhausted", **keys))[0]
     assert len(whole) >= len(rows)
-    added = load.load_rows(settings_with(datasets=[entries[0], entries[1] | more], **keys))
-    assert len(added.train) == 400 and len(added.forms) == 2
+    added, _, recognised = load.load_rows(settings_with(datasets=[entries[0], entries[1] | more], **keys))
+    assert len(added) == 400 and len(recognised) == 2
     with pytest.raises(Refusal, match="must be set for all entries"):
         load.load_rows(settings_with(datasets=[mixed[0], entries[1] | more], **keys))
 

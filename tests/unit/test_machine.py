@@ -42,6 +42,7 @@ from zero_recipes.core.findings import Finding, Refusal, print_ending
 from zero_recipes.core.host import PINNED_LIMIT_MIB, Host, limit_rounding, pinned_bytes
 from zero_recipes.distributed.group import set_host_threads
 from zero_recipes.distributed.kernels import build_findings, extension_folder
+from zero_recipes.model import load_config
 
 GB = 10**9
 PSI = 7 * GB  # parameters
@@ -395,12 +396,12 @@ def test_infiniband_that_a_container_only_sees_is_named(tmp_path, files, variabl
 
 
 def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_checked(settings, tmp_path):
-    run = run_of(settings, device="cpu", output_dir=tmp_path)
+    run, config = run_of(settings, device="cpu", output_dir=tmp_path), load_config(settings)
     for rehearsal, level in ((False, "error"), ("here", "error"), ("elsewhere", "warning")):
-        (finding,) = machines.machine_findings(run, {}, machine(tmp_path, lacks=CXX), rehearsal)
+        (finding,) = machines.machine_findings(run, config, {}, machine(tmp_path, lacks=CXX), rehearsal)
         assert (finding.level, finding.scope) == (level, "machine")
         assert finding.what.startswith("on this machine") == (rehearsal == "elsewhere")
-    assert machines.machine_findings(run, {}, machine(tmp_path / "fixed"), False) == []
+    assert machines.machine_findings(run, config, {}, machine(tmp_path / "fixed"), False) == []
 
 
 def test_check_refuses_a_machine_that_the_recipe_means(tmp_path, monkeypatch, capsys):
@@ -470,10 +471,10 @@ def test_env_shows_a_pod_as_its_container_may_use_it(tmp_path, monkeypatch):
     pod = machine(tmp_path, files, 7 * GB, NCCL_DEBUG="INFO", UNRELATED="x", HF_TOKEN="hf_abc", WANDB_API_KEY="w")
     found = env.machine(pod)
     (gpu,) = found["gpus"]
-    assert gpu["memory_bytes"] == 80 * fake_cuda.GIB
-    assert (found["memory"]["free_bytes"], found["memory"]["lockable_bytes"]) == (500_000_000, 8 << 20)
+    assert gpu["memory"] == units.size(80 * fake_cuda.GIB)
+    assert (found["memory"]["free"], found["memory"]["lockable"]) == ("500 MB", units.size(8 << 20))
     assert found["cpu"]["cores"] == 1 and found["infiniband"] == {"mlx5_0": False}
-    assert {disk["free_bytes"] for disk in found["disks"]} == {7 * GB}
+    assert {disk["free"] for disk in found["disks"]} == {units.size(7 * GB)}
     assert found["variables"]["NCCL_DEBUG"] == "INFO" and "UNRELATED" not in found["variables"]
     whole = json.dumps(found)
     assert "hf_abc" not in whole and "WANDB" not in whole and found["variables"]["HF_TOKEN"] == "(set, not shown)"
@@ -485,7 +486,7 @@ def test_env_shows_a_pod_as_its_container_may_use_it(tmp_path, monkeypatch):
 def test_env_prints_a_page(capsys):
     assert cli.main(["env"]) == 0
     text, found = capsys.readouterr().out, env.machine(Host())
-    assert found["cpu"]["name"] in text and units.size(found["memory"]["machine_bytes"]) in text
+    assert found["cpu"]["name"] in text and found["memory"]["machine"] in text
 
 
 # memory and cores for an optimizer on the CPU

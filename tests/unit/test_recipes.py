@@ -71,7 +71,7 @@ SWEEP = ["sweep", "recipes/tiny.yaml"]
     ("argv", "said"),
     [
         ([*SWEEP, "--num_processes", "0"], "0 is not above zero"),
-        ([*SWEEP, "--strategies", "zero9"], "ZR328"),
+        ([*SWEEP, "--strategies", "zero9"], "ZR304"),
         ([*SWEEP, "--output_dir", "README.md/below"], "README.md"),
         (["check", "recipes"], "ZR116"),
     ],

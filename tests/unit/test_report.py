@@ -274,11 +274,11 @@ def test_the_report_begins_with_what_it_comes_to(report, tmp_path):
     assert line.startswith("Take ddp: it fits and is the fastest, 1,000 tokens/s.") and "50 % less, 25 % slower" in line
 
 
-def test_what_all_prompts_begin_with_is_shown_once(tmp_path):
+def test_prompts_are_shown_without_alpacas_wrapper(tmp_path):
     prompts = [f"Below is an instruction.\n\n### Instruction:\nsay {number}" for number in range(3)]
     save(tmp_path / "full", metrics("zero2"), [sample(prompt=prompt) for prompt in [*prompts, "alone\n\nother"]])
     page, _ = written(tmp_path)
-    assert page.count("Below is an instruction.") == 1 and "###" not in page
+    assert "Below is an instruction." not in page and "###" not in page
     assert all(f"say {number}" in page for number in range(3))
     assert "alone\n\nother" in page
 

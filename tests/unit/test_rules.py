@@ -24,10 +24,10 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy, resolve_strategy
-from zero_recipes.core.findings import AREAS, Finding, described, downgraded, raise_errors, table
+from zero_recipes.core.findings import Finding, described, downgraded, raise_errors, table
 from zero_recipes.core.host import Host
 from zero_recipes.distributed import kernels
-from zero_recipes.model import local_config, sizes_of
+from zero_recipes.model import load_config, sizes_of
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +138,14 @@ def large(tmp_path_factory):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_buffer_takes_the_models_largest_part_and_no_more(large, world_size):
-    filled = fill_own_autos(INFINITY, None, world_size, {}, sizes_of(large))
-    largest = max(p.numel() for p in AutoModelForCausalLM.from_config(local_config(large)).parameters())
+    filled = fill_own_autos(INFINITY, None, world_size, {}, lambda: sizes_of(large))
+    largest = max(p.numel() for p in AutoModelForCausalLM.from_config(load_config(large)).parameters())
     assert filled["zero_optimization"]["offload_param"]["buffer_size"] == -(-largest // world_size)
     assert INFINITY["zero_optimization"]["offload_param"]["buffer_size"] == "auto", "a copy is filled"
 
 
 def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_with(large, tmp_path):
-    filled = fill_own_autos(INFINITY, str(tmp_path), 2, {}, sizes_of(large))
+    filled = fill_own_autos(INFINITY, str(tmp_path), 2, {}, lambda: sizes_of(large))
     resolved = large.replace(deepspeed=filled, nvme_path=str(tmp_path))
     launched = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
     launched["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ROOT / "ds_configs" / "zero3_infinity.json")
@@ -154,7 +154,7 @@ def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_wi
 
 def test_room_and_buffers_of_nvme(large, tmp_path):
     def findings(free: int = 10**15, **block) -> list:
-        config = fill_own_autos(INFINITY, str(tmp_path), 2, {}, sizes_of(large))
+        config = fill_own_autos(INFINITY, str(tmp_path), 2, {}, lambda: sizes_of(large))
         config["zero_optimization"]["offload_param"] |= block
         changed = large.replace(deepspeed=config)
         run = RunConfig(None, changed, {}, resolve_strategy(changed, {"WORLD_SIZE": "2"}, sizes_of), "cpu", tmp_path)
@@ -242,10 +242,10 @@ def test_each_code_is_made_in_one_place_which_fills_in_its_placeholders():
 
 
 def test_explain_prints_what_why_fix_and_an_example(capsys):
-    assert cli.main(["explain", "zr226"]) == cli.main(["explain"]) == 0
+    assert cli.main(["explain", "zr226"]) == 0
     row, text = described("ZR226"), capsys.readouterr().out
-    assert all(row[part] in text for part in ("what", "why", "fix", "ignore")) and "zero_quantized_weights" in text
-    assert all(area in text for area in AREAS.values()) and "{" not in row["what"] + row["why"] + row["fix"]
+    assert all(row[part] in text for part in ("area", "what", "why", "fix", "ignore"))
+    assert "zero_quantized_weights" in text and "{" not in row["what"] + row["why"] + row["fix"]
 
 
 def test_an_ignored_error_is_a_warning_and_others_stay():

@@ -34,7 +34,7 @@ def recipe_facts(settings: Settings, strategy: Strategy) -> dict[str, Any]:
 
 def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
     """What of a run does not fit the checkpoint. One without a manifest, named by its path, cannot be compared."""
-    if "nvme" in (strategy.ds.offload_optimizer, strategy.ds.offload_param):
+    if strategy.ds.on_nvme:
         yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
     dispatches = _accelerator_config(settings)["dispatch_batches"]
     if dispatches and strategy.world_size > 1 and not settings.dataset_streaming:  # TRL turns it off for a stream

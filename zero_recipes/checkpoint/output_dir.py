@@ -10,20 +10,18 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
+from torch.utils._pytree import tree_leaves
 
 from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_in
 from zero_recipes.checkpoint.save import CHECKSUMS, SAVED, is_foreign
 from zero_recipes.config.recipe import Settings
-from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.files import PART
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.process import rank
-from zero_recipes.distributed.group import agree, once_per_node
+from zero_recipes.distributed.group import once
 
 OURS = ("recipe.resolved.yaml", "metrics.json")  # a run leaves at least one of them
 LOCK = ".zero-recipes.lock"
@@ -64,24 +62,15 @@ def _is_finished(metrics: Path) -> bool:
 
 def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) -> Inputs:
     """What exists of what the recipe, any key of it and the launcher's environment name."""
-    named = {key: _texts(value) for key, value in settings.as_dict().items() if key not in NOT_READ}
+    named = {key: tree_leaves(value) for key, value in settings.as_dict().items() if key not in NOT_READ}
     named |= {"the recipe": [str(recipe)], "the working directory": [str(Path.cwd())]}
     named["the DeepSpeed configuration"] = [environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")]
-    for key, texts in named.items():
-        for text in texts:
+    for key, leaves in named.items():
+        for text in (leaf for leaf in leaves if isinstance(leaf, str)):
             with suppress(OSError, ValueError):  # too long, or a NUL: no path
                 path = Path(text.partition("*")[0]).expanduser()  # of a pattern the folder that it looks into
                 if text and path.exists():
                     yield key, path
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value, however deep."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(part)
 
 
 def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Inputs = ()) -> None:
@@ -130,7 +119,15 @@ def hold_output_dir(output_dir: Path) -> Iterator[None]:
     the process, so that none is ever stale. Raises Refusal on every rank where another run is alive, or the folder
     cannot be written. A run that is refused inside leaves no empty folder."""
     lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
-    agree(partial(_make_and_acquire, lock, output_dir) if rank() == 0 else lambda: None)
+
+    def make_and_acquire() -> None:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            _acquire(lock, output_dir)
+        except OSError as error:
+            raise refusal("ZR748", output_dir=output_dir, reason=f"{error.strerror}: {error.filename}") from None
+
+    once(make_and_acquire, "locks the output folder")
     try:
         yield
     except Refusal:
@@ -141,14 +138,6 @@ def hold_output_dir(output_dir: Path) -> Iterator[None]:
         raise
     finally:
         _release(lock, output_dir)
-
-
-def _make_and_acquire(lock: FileLock, output_dir: Path) -> None:
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        _acquire(lock, output_dir)
-    except OSError as error:
-        raise refusal("ZR748", output_dir=output_dir, reason=f"{error.strerror}: {error.filename}") from None
 
 
 def _acquire(lock: FileLock, output_dir: Path) -> None:
@@ -211,54 +200,3 @@ def _going(output_dir: Path) -> Path:
 
 def _not_kept(output_dir: Path, reason: str) -> Refusal:
     return refusal("ZR752", output_dir=output_dir, previous=previous_of(output_dir), reason=reason)
-
-
-# ZeRO-Infinity's disk: a folder claimed for one run, and empty again after it. DeepSpeed 0.19.8 swaps to
-# `nvme_path`/zero_stage_3, whoever else does (runtime/swap_tensor/): two runs on one path would overwrite each other's
-# states silently, and what a run has swapped stays there when it ends.
-
-SWAP_LOCK = "zero-recipes.lock"
-SWAPPED = "zero_stage_3"  # DeepSpeed's folder below nvme_path
-
-
-def swap_folders(strategy: Strategy) -> list[Path]:
-    """The distinct nvme_path folders of a run; none where nothing is swapped."""
-    return sorted({Path(strategy.ds.offload_block(key)["nvme_path"]) for key in strategy.ds.on_nvme})
-
-
-@contextmanager
-def swap_space(strategy: Strategy) -> Iterator[None]:
-    """The run's folders are its own inside, and its swap files are gone afterwards. Every rank enters (the first
-    process of each machine works, the others wait). Raises Refusal on all of them where another run holds a folder."""
-    folders = swap_folders(strategy)
-    if not folders:
-        yield
-        return
-    locks: list[FileLock] = []
-    try:
-        once_per_node(lambda: [claim_swap_folder(folder, locks) for folder in folders])
-        yield
-    finally:
-        # by the process that holds the lock: another run's files have the same names, and may be there once it is free
-        for lock, folder in zip(locks, folders, strict=False):
-            shutil.rmtree(folder / SWAPPED, ignore_errors=True)
-            lock.release()
-
-
-def claim_swap_folder(folder: Path, locks: list[FileLock]) -> None:
-    """Hold `folder` for this run (its lock is appended to `locks`) and delete what a killed run has left there."""
-    lock = FileLock(folder / SWAP_LOCK, timeout=0, fallback_to_soft=False)  # ends with the process, however that ends
-    try:
-        lock.acquire()
-    except Timeout:
-        raise refusal("ZR622", folder=folder, lock=folder / SWAP_LOCK, swapped=SWAPPED, scope="machine") from None
-    locks.append(lock)
-    if (folder / SWAPPED).exists():
-        print(f"deleted: {folder / SWAPPED}, swap files that a killed run left", flush=True)
-        shutil.rmtree(folder / SWAPPED)
-
-
-def swapped_bytes(strategy: Strategy) -> int:
-    """Bytes of this rank's swap files."""
-    own = (path for folder in swap_folders(strategy) for path in (folder / SWAPPED).glob(f"*/rank{rank()}/*"))
-    return sum(path.stat().st_size for path in own)

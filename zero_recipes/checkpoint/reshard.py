@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_recipes.checkpoint import save
-from zero_recipes.checkpoint.resume import ADAM_STATES, HYPERPARAMETERS, Batch, code_in, refuse_code
+from zero_recipes.checkpoint.resume import ADAM_STATES, HYPERPARAMETERS, Batch, code_in, code_refusal
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.files import PART
 from zero_recipes.core.findings import Refusal, finding, first_line, refusal
@@ -114,9 +114,8 @@ def resume_command(target: Path, batch: Batch, strategy: str) -> str:
 def strategy_of(source_config: dict[str, Any], stage: int) -> str:
     """The accelerate file's name; an optimizer that was offloaded stays so, and states in bf16 do (neither has a file
     for stage 1, nor both together: fp32 takes bf16 states exactly)."""
-    zero = source_config.get("zero_optimization", {})
-    offloads = any((zero.get(key) or {}).get("device") == "cpu" for key in ("offload_optimizer", "offload_param"))
-    kept = "_offload" if offloads else "_bf16_states" if DsConfig(source_config).bf16_states else ""
+    config = DsConfig(source_config)
+    kept = "_offload" if config.offloads else "_bf16_states" if config.bf16_states else ""
     return f"zero{stage}" + (kept if stage > 1 else "")
 
 
@@ -197,8 +196,7 @@ def _load(file: Path, trusted: bool) -> dict[str, Any]:
             return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
         return load_without_code(file)
     except pickle.UnpicklingError:
-        refuse_code(file.parents[1], code_in(file.parents[1]))
-        raise
+        raise code_refusal(file.parents[1], code_in(file.parents[1])) from None
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise _damaged(file.parents[1], f"{file.name} cannot be read: {first_line(error)}") from None
 
@@ -227,18 +225,15 @@ def _unreadable(folder: Path, model: dict[str, Any]) -> str | None:
     leaves them on the disk (engine.py `load_checkpoint`), MiCS repeats its parts in groups of ranks, and the masters
     alone in bf16 are gathered in bf16 at stage 3 (zero/stage3.py `_fp32_state_allgather`).
     """
-    config = model["ds_config"]
-    zero = config.get("zero_optimization", {})
+    config = DsConfig(model["ds_config"])
     reasons = {
-        "at ZeRO stage 0": zero.get("stage", 0) == 0,
+        "at ZeRO stage 0": config.stage == 0,
         "by a model-parallel run": model["mp_world_size"] != 1 or any(folder.glob("*mp_rank_01*")),
         "by a mixture-of-experts run": "num_experts" in model,
-        "in fp16": config.get("fp16", {}).get("enabled"),
-        "with masters in bf16 and states in fp32": DsConfig(config).bf16_masters and not DsConfig(config).bf16_states,
-        "with mics_shard_size": zero.get("mics_shard_size", -1) > 0,
-        "with states on NVMe": any(
-            (zero.get(key) or {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param")
-        ),
+        "in fp16": config.raw.get("fp16", {}).get("enabled"),
+        "with masters in bf16 and states in fp32": config.bf16_masters and not config.bf16_states,
+        "with mics_shard_size": config.zero.get("mics_shard_size", -1) > 0,
+        "with states on NVMe": config.on_nvme,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

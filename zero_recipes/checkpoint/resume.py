@@ -22,17 +22,10 @@ from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import fit_findings, needs_reshard
 from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import UNFINISHED, raise_errors, refusal
+from zero_recipes.core.findings import UNFINISHED, Refusal, raise_errors, refusal
 from zero_recipes.core.process import rank, say
 from zero_recipes.distributed.group import agree, once
-from zero_recipes.libs.deepspeed import (
-    base_optimizer,
-    is_partitioned,
-    make_adam_states,
-    members_of_groups,
-    refresh_weights,
-    whole_size,
-)
+from zero_recipes.libs import deepspeed as internals
 from zero_recipes.libs.huggingface import not_plain
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
@@ -55,11 +48,6 @@ def requested_in(output_dir: Path, settings: Settings) -> object:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return "true" if is_stopped else None
-
-
-def saves_on_signals(run: RunConfig) -> bool:
-    """Not where nothing could go on from the checkpoint (ZR719, ZR254)."""
-    return run.settings.save_on_signal and not run.strategy.ds.on_nvme and run.strategy.sequence_parallel == 1
 
 
 class Batch(NamedTuple):
@@ -129,7 +117,11 @@ def checkpoint_to_resume(output_dir: Path, requested: object, overwrite: bool = 
     if str(requested).lower() != "true":
         checkpoint = Path(str(requested))
         _refuse_not_whole(checkpoint, _fault_of_named(checkpoint))
-        _refuse_newer(output_dir, checkpoint)
+        step = (save.read_manifest(checkpoint) or {"step": step_of(checkpoint)})["step"]
+        later = (path for path in numbered(output_dir) if step_of(path) > step)
+        newer = [path.name for path in later if save.checkpoint_fault(path) is None]
+        if newer and resumes_in(output_dir, checkpoint):  # the run would write into their folders
+            raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
     else:
         checkpoint = _last_whole(output_dir)
     say(f"no checkpoint in {output_dir}: starting fresh" if checkpoint is None else f"going on from {checkpoint}")
@@ -164,14 +156,6 @@ def _refuse_not_whole(checkpoint: Path, fault: str | None) -> None:
         raise refusal("ZR707", checkpoint=checkpoint, fault=fault)
 
 
-def _refuse_newer(output_dir: Path, checkpoint: Path) -> None:
-    """Going on from an earlier step writes into the folders of later checkpoints."""
-    step = (save.read_manifest(checkpoint) or {"step": step_of(checkpoint)})["step"]
-    newer = [path.name for path in numbered(output_dir) if step_of(path) > step and save.checkpoint_fault(path) is None]
-    if newer and resumes_in(output_dir, checkpoint):
-        raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
-
-
 def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
     """The run, to go on from a checkpoint whose contents are what was written. Collective: every rank calls it, and
     each reads its share of the files. Where `resume_from_checkpoint: true` found one whose checksums differ, that one
@@ -194,7 +178,7 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
             raise_errors(list(fit_findings(earlier, run.settings, run.strategy)))
         run = dataclasses.replace(run, settings=run.settings.replace(resume_from_checkpoint=earlier))
     if run.checkpoint is not None and not (run.settings.trust_checkpoint or resumes_in(run.output_dir, run.checkpoint)):
-        agree(partial(_refuse_code_in_share, Path(run.checkpoint), share))
+        agree(partial(_refuse_code, Path(run.checkpoint), *share))
     if run.checkpoint is None or not needs_reshard(save.read_manifest(Path(run.checkpoint)), run.strategy):
         return run
     target = once(partial(_reshard, Path(run.checkpoint), run.strategy), f"reshards {run.checkpoint}")
@@ -252,17 +236,17 @@ def _move_aside(checkpoint: Path, fault: str) -> None:
     say(f"moved aside: {fault} It is now {aside}")
 
 
-def _refuse_code_in_share(checkpoint: Path, share: tuple[int, int]) -> None:
+def _refuse_code(checkpoint: Path, share: int, of: int) -> None:
     """DeepSpeed and transformers load pickles of a checkpoint, and of the best one that it names."""
     best = json.loads((checkpoint / save.STATE).read_text()).get("best_model_checkpoint")
     for folder in {checkpoint.resolve(), Path(best or checkpoint).resolve()}:
-        refuse_code(checkpoint, code_in(folder, *share))
+        if (found := code_in(folder, share, of)) is not None:
+            raise code_refusal(checkpoint, found)
 
 
-def refuse_code(checkpoint: Path, found: str | None) -> None:
-    """Refuse a checkpoint with a pickle that is more than data. `found`: of `code_in`."""
-    if found is not None:
-        raise refusal("ZR780", checkpoint=checkpoint, found=found)
+def code_refusal(checkpoint: Path, found: str | None) -> Refusal:
+    """Of a checkpoint with a pickle that is more than data. `found`: of `code_in`."""
+    return refusal("ZR780", checkpoint=checkpoint, found=found)
 
 
 def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
@@ -286,15 +270,16 @@ def load_resharded(engine, checkpoint: str | Path) -> None:
     from safetensors import safe_open
 
     index, optimizer = save.read_states_index(checkpoint), engine.optimizer
-    parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and whole_size(p)}
+    trained = ((name, p) for name, p in engine.module.named_parameters() if p.requires_grad)
+    parameters = {name: p for name, p in trained if internals.whole_size(p)}
     _set_hyperparameters(index, optimizer, parameters, checkpoint)
-    make_adam_states(optimizer)
+    internals.make_adam_states(optimizer)
     for name, p in parameters.items():
         with safe_open(Path(checkpoint) / save.STATES / f"{name}.safetensors", "pt") as file:
             for key in ("fp32", *ADAM_STATES):
                 _set(p, key, file.get_tensor(key))
-    _set_adam_step(optimizer, index["adam_step"])
-    refresh_weights(optimizer)
+    internals.set_adam_step(optimizer, index["adam_step"])
+    internals.refresh_weights(optimizer)
     for key in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, key, index["engine"][key])
     if engine.lr_scheduler is not None and index["engine"]["lr_scheduler"] is not None:
@@ -307,7 +292,7 @@ def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
     know that the last part is padded, and fails where the world does not divide the size."""
     from deepspeed import utils
 
-    if not is_partitioned(p):
+    if not internals.is_partitioned(p):
         if key == "fp32":
             utils.safe_set_full_fp32_param(p, whole)
         else:
@@ -327,7 +312,7 @@ def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str,
     """The learning rate of the moment, and what else DeepSpeed's own load takes from the checkpoint's groups.
     transformers makes the scheduler anew and loads its counter only: until its next step the rate is the group's."""
     names = {id(p): name for name, p in parameters.items()}
-    groups = [{names[id(p)] for p in members} for members in members_of_groups(optimizer)]
+    groups = [{names[id(p)] for p in members} for members in internals.members_of_groups(optimizer)]
     saved = {frozenset(group["names"]): group for group in index["groups"]}
     strange = set().union(*saved) ^ set(parameters)
     if strange or not all(frozenset(group) in saved for group in groups):
@@ -337,12 +322,3 @@ def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str,
         group = saved[frozenset(members)]
         target.update({key: group[key] for key in HYPERPARAMETERS if key in group})
         target["betas"] = tuple(group["betas"])  # JSON knows no tuples
-
-
-def _set_adam_step(optimizer, step: int) -> None:
-    """Each state gets a counter of its own: one that two groups share would count twice in each step."""
-    base = base_optimizer(optimizer)
-    for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups
-        if "step" in counters:
-            old = counters["step"]
-            counters["step"] = torch.full_like(old, step) if torch.is_tensor(old) else step

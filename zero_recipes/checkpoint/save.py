@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from zero_recipes.core.files import write_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
+from zero_recipes.model import STARTS_IN_BASE
 
 MANIFEST, UNFINISHED = "manifest.json", "unfinished"
 STATE, HISTORY, LATEST = "trainer_state.json", "history.json", "latest"
@@ -259,7 +260,7 @@ def _compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_
 def start_of_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """LoRA's matrices where they begin in what was taken out of the base (PiSSA, OLoRA): {name as saved: tensor}."""
     config = getattr(model, "peft_config", {}).get("default")
-    if not str(getattr(config, "init_lora_weights", "")).startswith(("pissa", "olora")):
+    if not str(getattr(config, "init_lora_weights", "")).startswith(STARTS_IN_BASE):
         return {}
     from peft import get_peft_model_state_dict
 
@@ -305,7 +306,7 @@ def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """checksums.json: SHA-256 of the weights, configurations and tokenizer that stand in the folder."""
+    """checksums.json: SHA-256 of the weights, configurations and tokenizer in the folder."""
     names = saved_files(folder)
     write_json(folder / CHECKSUMS, {"algorithm": "sha256", "files": checksums_of(folder, names, "sha256")})
 

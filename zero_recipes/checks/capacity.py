@@ -12,16 +12,15 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host, pinned_bytes
+from zero_recipes.model import built_or_none
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes
 
 DEFAULT_BUFFER = 10**8  # elements: deepspeed/runtime/zero/offload_config.py
 
 
-def room_findings(run: RunConfig, here: int, host: Host) -> list[Finding]:
-    """What depends on the number of parameters, and on a checkpoint's size. `here`: processes on this machine."""
-    from zero_recipes.model import built_or_none, local_config
-
-    config = local_config(run.settings)
+def room_findings(run: RunConfig, config, here: int, host: Host) -> list[Finding]:
+    """What depends on the number of parameters, and on a checkpoint's size. `config`: the model's, None where it is not
+    at hand; `here`: processes on this machine."""
     model = config and built_or_none(config, run.settings.trust_remote_code)
     findings = list(resume_findings(run, here, host))
     if model is None:
@@ -134,7 +133,7 @@ def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi:
 
 def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accumulates: bool) -> float:
     """Bytes of one process's host memory that DeepSpeed 0.19.8 holds beside the optimizer's states on the CPU or on
-    NVMe; 0 where they lie on the device that trains.
+    NVMe; 0 where they are on the device that trains.
 
     On NVMe the gradients of its part in 16 bits stay in memory (zero/stage3.py `grad_partitions_flat_buffer`). On the
     CPU: an fp32 gradient for each of its `share` of the parameters. Below stage 3 the weights once more as they go back
@@ -208,7 +207,7 @@ def read_at_resume(weights: float, optimizer: float, zero_stage: int | None, wor
 
     DeepSpeed 0.19.8, runtime/engine.py `load_checkpoint`: first, below stage 3, mp_rank_00_model_states.pt with all the
     weights (at stage 0 the optimizer's states too), then its own part of the optimizer's states with the fp32 weights.
-    Both by torch.load(map_location="cpu"), so they stand beside what training holds there (deepspeedai/DeepSpeed#3938).
+    Both by torch.load(map_location="cpu"), so they are added to what training keeps there (deepspeedai/DeepSpeed#3938).
     Without DeepSpeed the weights are mapped and the optimizer's states go to the device tensor by tensor.
     """
     if zero_stage is None:
@@ -268,16 +267,11 @@ def disk_terms(strategy: Strategy, settings: Settings, config, psi: int, here: i
     terms = {}
     if settings.saves_checkpoints:
         one = checkpoint_bytes(strategy, settings, config, psi, here)
-        count = _checkpoints(settings)
+        steps, every, limit = settings.max_steps, settings.save_steps, settings.save_total_limit
+        by_steps = getattr(settings.save_strategy, "value", settings.save_strategy) == "steps"
+        written = int(-(-steps // every)) if by_steps and steps > 0 and every >= 1 else 1
+        count = max(1, min(written, limit + 1) if limit and limit > 0 else written)  # side by side, at least
         terms[f"{count} checkpoint{'s' if count > 1 else ''} of {units.size(one)}"] = count * one
     if settings.save_model:
         terms["the model"] = saved_weights(strategy, settings, config, psi)
     return terms
-
-
-def _checkpoints(settings: Settings) -> int:
-    """How many stand side by side at least: one is sure, more where steps and limit say so."""
-    steps, every, limit = settings.max_steps, settings.save_steps, settings.save_total_limit
-    by_steps = getattr(settings.save_strategy, "value", settings.save_strategy) == "steps"
-    written = int(-(-steps // every)) if by_steps and steps > 0 and every >= 1 else 1
-    return max(1, min(written, limit + 1) if limit and limit > 0 else written)

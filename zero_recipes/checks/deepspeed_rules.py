@@ -27,7 +27,7 @@ def deepspeed_findings(run: Candidate) -> list[Finding]:
 
 
 def strategy_findings(run: Candidate) -> list[Finding]:
-    """Those that a plan asks for: about the DeepSpeed configuration, without a model or a folder to save to."""
+    """Those that a plan needs: about the DeepSpeed configuration, without a model or a folder to save to."""
     return [*conditions(_stops(run), _silent(run)), *_zero_plus_plus(run), *_nvme(run)]
 
 
@@ -62,9 +62,7 @@ def _stops(run: Candidate) -> dict[str, Any]:
         "gradient_scaling": (stage > 1 and scatters and (divides or ds.raw.get("prescale_gradients")))
         or (stage == 3 and divides),
         "bf16_masters": ds.bf16_masters
-        and not ds.bf16_states
-        and "nvme" not in (ds.offload_optimizer, ds.offload_param)
-        and not (ds.offload_optimizer and _is_cpu_adam(run)),
+        and not (ds.bf16_states or ds.on_nvme or (ds.offload_optimizer and _is_cpu_adam(run))),
         "bf16_states": ds.bf16_masters
         and ds.bf16_states
         and ds.offload_optimizer == "cpu"
@@ -77,18 +75,17 @@ def _silent(run: Candidate) -> dict[str, Any]:
     """{name in options.yaml: whether the run would be another one than the recipe says}."""
     settings, ds, stage = run.settings, run.ds, run.stage
     hpz = ds.hpz_partition_size not in (1, "auto") and stage == 3
-    on_nvme = "nvme" in (ds.offload_optimizer, ds.offload_param)
     return {
         "fp16_stage_0": settings.fp16 and stage == 0 and run.value("fp16.loss_scale") != 1,
         "hpz_offload": hpz and ds.offloads,
-        "nvme_stage": on_nvme and stage != 3,
+        "nvme_stage": ds.on_nvme and stage != 3,
         "autotp": run.value("tensor_parallel.autotp_size") not in (None, 0, 1),  # DeepSpeed takes "2" too
         "deepcompile": run.value("compile.deepcompile"),
         "super_offload": run.value("zero_optimization.offload_optimizer.super_offload"),
         "quantized_frozen": ds.zero.get("zero_quantized_nontrainable_weights"),
         "summed_gradients": stage < 3 and str(ds.raw.get("gradient_allreduce_op")).lower() == "sum",
         "bf16_masters_precision": ds.bf16_masters and settings.precision != "bf16",
-        "masters_never_compared": run.value("fp16.fp16_master_weights_and_grads") or (ds.bf16_masters and on_nvme),
+        "masters_never_compared": run.value("fp16.fp16_master_weights_and_grads") or (ds.bf16_masters and ds.on_nvme),
         "autocast_16_bit": ds.autocast and settings.precision != "fp32",
         "autocast_dtype": ds.autocast == "fp16" or (ds.autocast and run.value("torch_autocast.dtype") is None),
     }

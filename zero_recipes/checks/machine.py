@@ -26,9 +26,10 @@ BF16_FROM = (8, 0)  # NVIDIA's CUDA programming guide, compute capabilities: ari
 
 
 def machine_findings(
-    run: RunConfig, environment: Mapping[str, str], host: Host, rehearsal: str | bool
+    run: RunConfig, config, environment: Mapping[str, str], host: Host, rehearsal: str | bool
 ) -> list[Finding]:
-    """All findings about this machine for one run. `environment`: the launcher's, for the processes that it starts.
+    """All findings about this machine for one run. `config`: the model's, None where it is not at hand; `environment`:
+    the launcher's, for the processes that it starts.
 
     `rehearsal`: False in a run. `zero-recipes check` says "here" where the run is meant for this machine, "elsewhere"
     where there is no GPU and the recipe does not ask for a CPU: errors are warnings that say "on this machine".
@@ -39,7 +40,7 @@ def machine_findings(
         *triton_findings(run.device, host),
         *infiniband_findings(run.device, run.strategy.world_size > here, environment, host),
         *volume_findings(run.output_dir, host),
-        *room_findings(run, here, host),
+        *room_findings(run, config, here, host),
     ]
     if run.device == "cuda" and int(environment.get("LOCAL_RANK", 0)) == 0:
         findings += [*card_findings(run.precision), *count_findings(run.strategy, here, environment)]

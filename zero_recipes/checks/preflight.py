@@ -19,10 +19,10 @@ from zero_recipes.checks.rules import Candidate, rule_findings
 from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy as strategies
-from zero_recipes.config.accelerate import launch_key_findings, launch_of, launcher_findings, precision_findings
+from zero_recipes.config.accelerate import launch_key_findings, launch_of, launcher_findings
 from zero_recipes.config.keys import ignore_findings, recipe_findings
 from zero_recipes.config.recipe import RecipeFile, RunConfig, steps_by_epochs
-from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes, library_error_as_finding
+from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes, library_error_as_finding
 from zero_recipes.core.host import Host
 from zero_recipes.data.load import refuse_data_at_hand
 from zero_recipes.model import load_config, sizes_of
@@ -52,7 +52,7 @@ def preflight(
     device = recipes.choose_device(recipe.settings.use_cpu or gpu is not None)
     device = "cuda" if gpu and not recipe.settings.use_cpu else device
     findings += driver_findings(recipe.settings.use_cpu or gpu is not None, Host())
-    findings += launcher_findings(environment)
+    findings += launcher_findings(environment, recipe.settings.precision)
     strategy = _attempt(findings, strategies.resolve_strategy, recipe.settings, environment, sizes_of)
     accumulation, requested = None, requested_in(recipe.output_dir, recipe.settings)
     kept: dict[str, int] = {}
@@ -72,14 +72,13 @@ def preflight(
         candidate = Candidate(settings, strategy, device, environment, config)
         if gpu is None:
             _attempt(findings, recipes.refuse_uneven_gpus, strategy, device, environment)
-        findings += precision_findings(environment, settings.precision)
         findings += [*rule_findings(candidate), *deepspeed_findings(candidate)]
         findings += parser_findings(candidate) if strategy.is_deepspeed else []
     ds_config = strategy.ds_config.raw if strategy is not None and strategy.is_deepspeed else {}
     # TF32 and flash attention are judged by the card, not by this machine
     rehearsed = settings.replace(tf32=None, attn_implementation="sdpa") if gpu else settings
     findings += gpu_findings(settings, gpu) if gpu and device == "cuda" else []
-    findings += trainer_findings(rehearsed, ds_config, str(path))
+    findings += trainer_findings(rehearsed, config, ds_config, str(path))
     if not wrong & {"dataset_name", "datasets"}:
         _attempt(findings, refuse_data_at_hand, settings, bool(rehearsal) and not constants.is_offline_mode())
     _attempt(findings, refuse_in_use, output_dir)
@@ -95,16 +94,15 @@ def preflight(
     run = RunConfig(recipe, settings, MappingProxyType(explicit), strategy, device, output_dir)
     elsewhere = device == "cpu" and not recipe.settings.use_cpu
     if gpu is None:
-        findings += machine_findings(run, environment, Host(), rehearsal and ("elsewhere" if elsewhere else "here"))
+        place = rehearsal and ("elsewhere" if elsewhere else "here")
+        findings += machine_findings(run, config, environment, Host(), place)
     return run, downgraded(findings, ignored)
 
 
 def _attempt(findings: list[Finding], check: Callable, *arguments: Any) -> Any:
-    try:
+    """What `check` returns; None where it refuses, whose findings are added."""
+    with collected(findings):
         return check(*arguments)
-    except Refusal as refusal:
-        findings += refusal.findings
-        return None
 
 
 def resolved_ds_config(run: RunConfig, rows: int | None = None) -> dict[str, Any] | None:

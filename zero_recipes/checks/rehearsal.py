@@ -21,6 +21,7 @@ from zero_recipes.config.ds_config import fill_own_autos, quiet
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Finding, collected, library_error_as_finding
 from zero_recipes.libs.huggingface import rows_are_cut, single_process_env, without_deepspeed_announcement
+from zero_recipes.model import adapter_config, rehearse_model
 
 STEPS = 1000  # of a schedule whose run is measured in epochs: only that it is a number matters
 HIDDEN_SIZE = 64  # of a model whose configuration is not at hand: likewise
@@ -34,29 +35,26 @@ ELSEWHERE = {
 }
 
 
-def trainer_findings(settings: Settings, ds_config: Mapping[str, Any], place: str) -> list[Finding]:
+def trainer_findings(settings: Settings, config, ds_config: Mapping[str, Any], place: str) -> list[Finding]:
     """What TRL, transformers, PEFT, bitsandbytes and torch raise at the recipe's values. `settings`: the keys in force;
-    `ds_config`: empty without DeepSpeed; `place`: the recipe's path."""
+    `config`: the model's, or None; `ds_config`: empty without DeepSpeed; `place`: the recipe's path."""
     findings: list[Finding] = []
     with single_process_env(), tempfile.TemporaryDirectory() as folder, collected(findings):
         rehearsed = settings.replace(**ELSEWHERE, output_dir=folder)
         _, args, model_args, _ = recipes.trl_arguments(rehearsed, place)
-        trainer = _trainer(settings, args, model_args)
+        trainer = _trainer(settings, config, args, model_args)
         if trainer is not None:
             _rehearse_steps(findings, settings, ds_config, args, trainer)
     return findings
 
 
-def _trainer(settings: Settings, args, model_args):
+def _trainer(settings: Settings, config, args, model_args):
     """TRL's trainer around the model without memory; None where its configuration is not here. Raises Refusal."""
     from trl import SFTConfig, SFTTrainer, get_quantization_config
-
-    from zero_recipes.model import adapter_config, local_config, rehearse_model
 
     with library_error_as_finding("reading the keys of LoRA and quantization", settings.as_dict()):
         peft_config = adapter_config(settings)
         get_quantization_config(model_args)
-    config = local_config(settings)
     if config is None:
         return None
     with library_error_as_finding("building the model without memory", settings.as_dict()):
@@ -173,7 +171,7 @@ def _handed_over(run: Candidate) -> dict[str, Any]:
     from accelerate.utils import DeepSpeedPlugin, clear_environment
 
     settings = run.settings
-    raw = {"zero_optimization": {}} | fill_own_autos(run.ds.raw, None, run.world_size, {}, [1])
+    raw = {"zero_optimization": {}} | fill_own_autos(run.ds.raw, None, run.world_size, {}, lambda: [1])
     if settings.max_steps <= 0 and isinstance(raw.get("scheduler"), dict):  # nobody knows the number of steps yet
         written = raw["scheduler"].get("params", {})
         raw["scheduler"]["params"] = {key: "auto" if "num_steps" in key else written[key] for key in written}

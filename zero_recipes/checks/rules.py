@@ -22,6 +22,7 @@ from zero_recipes.config.strategy import Strategy, sequence_parallel_findings
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.process import local_world_size
 from zero_recipes.libs.huggingface import attention_kernel
+from zero_recipes.model import STARTS_IN_BASE, built_or_none
 
 
 @cache
@@ -58,8 +59,6 @@ class Candidate:
     @cached_property
     def model(self):
         """The model without memory; None where its configuration is not at hand, or its class cannot be built so."""
-        from zero_recipes.model import built_or_none
-
         return None if self.config is None else built_or_none(self.config, self.settings.trust_remote_code)
 
     def value(self, path: str) -> Any:
@@ -138,13 +137,11 @@ def silent(run: Candidate) -> dict[str, Any]:
         and isinstance(loading, dict)  # or a path
         and loading.get("even_batches") is False,
         "stream_workers": (settings.dataset_streaming or settings.streaming) and settings.dataloader_num_workers > 1,
-        "eval_packing": settings.eval_packing
-        and settings.evaluates
-        and not (settings.packing or settings.padding_free),
+        "eval_packing": settings.eval_packing and settings.evaluates and not settings.joined_by,
         "adapter_alone": settings.peft_config and not settings.use_peft,
         "adapter_not_tried": adapter["peft_type"] not in ("LORA", "OFT", "MISS" if run.stage != 3 else None)
         or re.fullmatch(r"True|gaussian|orthogonal|olora|pissa(_niter_\d+)?", start) is None,
-        "adapter_start": start.startswith(("pissa", "olora"))
+        "adapter_start": start.startswith(STARTS_IN_BASE)
         and (
             quantized or settings.use_dora or run.strategy.is_fsdp or {"rank_pattern", "alpha_pattern"} & adapter.keys()
         ),
@@ -162,10 +159,9 @@ def silent(run: Candidate) -> dict[str, Any]:
 
 def packing(run: Candidate) -> Iterator[Finding]:
     """Whether rows that share one sequence see each other, and what that costs."""
-    settings = run.settings
-    if not (settings.packing or settings.padding_free) or (settings.packing and settings.packing_strategy == "wrapped"):
+    settings, key, kinds = run.settings, run.settings.joined_by, options()["packing"]
+    if key is None or (key == "packing" and settings.packing_strategy == "wrapped"):
         return  # wrapped: one stream without boundaries is what the recipe asks for
-    key, kinds = "packing" if settings.packing else "padding_free", options()["packing"]
     kind = getattr(run.config, "model_type", None)
     flash = attention_kernel(settings.attn_implementation) is not None
     leaking = {*kinds["without_positions"], *kinds["recurrent"]} - {*(kinds["apart_in_flash"] if flash else [])}

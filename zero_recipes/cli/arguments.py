@@ -219,5 +219,5 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--skip_checksums", action="store_true", help="do not compare or write checksums")
     verb.add_argument("--trust_checkpoint", action="store_true", help="load pickles that can run any program")
 
-    verb = add(verbs.explain, "explain a code: cause, fix, example; without a code: list all areas")
-    verb.add_argument("code", nargs="?", help="e.g. ZR104")
+    verb = add(verbs.explain, "explain a code: cause, fix, example")
+    verb.add_argument("code", help="e.g. ZR104; docs/codes.md lists all")

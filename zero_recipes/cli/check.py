@@ -17,8 +17,7 @@ def check(arguments: argparse.Namespace) -> int:
     with working("importing the libraries"):
         from zero_recipes.checks import predicted
         from zero_recipes.checks.preflight import preflight, resolved_ds_config
-        from zero_recipes.config.accelerate import launched_as_named, launched_environment
-        from zero_recipes.libs.huggingface import launch_findings
+        from zero_recipes.config.accelerate import launch_findings, launched_as_named, launched_environment
 
     quieten()
     if arguments.upgrade:
@@ -48,8 +47,8 @@ def check(arguments: argparse.Namespace) -> int:
         without = re.compile(r"trust_remote_code|contains custom code")
         findings = [found for found in findings if found.level != "error" or not without.search(found.why)]
         findings.append(finding("ZR783"))
-    findings += launch_findings(arguments.config_file)
-    findings += data_findings(run, show=True) if run is not None and arguments.data else []
+    findings += launch_findings(arguments.config_file) if arguments.config_file else []
+    findings += data_findings(run) if run is not None and arguments.data else []
     errors = sum(finding.level == "error" for finding in findings)
     answer = f"{'cannot' if errors else 'can'} run{f' on {gpu.name}' if gpu else ''}"
     print(f"{recipe} {answer}: {errors} errors, {len(findings) - errors} warnings")
@@ -68,8 +67,8 @@ def check(arguments: argparse.Namespace) -> int:
     return 2 if errors else 0
 
 
-def data_findings(run, show: bool) -> list:
-    """What the audit of the training rows finds. `show`: print their counts and three of them. Raises Refusal."""
+def data_findings(run) -> list:
+    """What the audit of the training rows finds. Prints their counts and three of them. Raises Refusal."""
     from zero_recipes.data import audit, load, prepare
 
     # neither weights nor ranks: the strategy does not matter to the data
@@ -77,7 +76,6 @@ def data_findings(run, show: bool) -> list:
     training_args = recipes.trl_arguments(settings, run.recipe.path).training
     data = prepare.read_data(settings, load.load_tokenizer(settings))
     splits, findings = prepare.prepare_splits(data, settings, training_args)
-    if show:
-        print(*(f"recognised    {form.description}" for form in data.forms), splits[0].audit, sep="\n")
-        audit.show_rows(audit.shown_rows(splits[0].tokenised, data.tokenizer), terminal())
+    print(*(f"recognised    {form.description}" for form in data.forms), splits[0].audit, sep="\n")
+    audit.show_rows(audit.shown_rows(splits[0].tokenised, data.tokenizer), terminal())
     return downgraded(findings, ignored_codes(settings.ignore))

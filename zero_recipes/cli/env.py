@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import yaml
 
-from zero_recipes.core import units
 from zero_recipes.core.host import Host, cpu_name, library_versions
+from zero_recipes.core.units import size
 from zero_recipes.libs.warnings import quieten
 
 # of the variables that are set, those that change a run
@@ -25,43 +25,45 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL", re.IGNORECASE)
 
 def env(arguments: argparse.Namespace) -> int:
     quieten()
-    print(yaml.safe_dump(_readable("", machine(Host())), sort_keys=False, allow_unicode=True).rstrip())
+    print(yaml.safe_dump(machine(Host()), sort_keys=False, allow_unicode=True).rstrip())
     return 0
 
 
-def _readable(name: str, value: Any) -> Any:
-    """Bytes as people read them."""
-    if isinstance(value, dict):
-        return {key.removesuffix("_bytes"): _readable(key, inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_readable("", inner) for inner in value]
-    return units.size(value) if name.endswith("_bytes") and value is not None else value
-
-
 def machine(host: Host) -> dict[str, Any]:
-    """All that is shown. Sizes in bytes; null where there is no limit or no such thing. `refusal`:
-    torch's own words where this build of it could use a GPU and cannot."""
+    """All that is shown; null where there is no limit or no such thing. `refusal`: torch's own words where this build
+    of it could use a GPU and cannot."""
+    import datasets
     import torch
+    from huggingface_hub import constants
 
     from zero_recipes.checks.machine import driver_version, refusal_of_cuda
+    from zero_recipes.distributed.kernels import build_root
 
     memory, limit = host.memory()
     locked, built_for = host.lockable(), torch.version.cuda
     refusal = refusal_of_cuda() if built_for else ""
     gpus = [] if refusal else map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     named = sorted(name for name in host.environment if VARIABLES.fullmatch(name))
+    folders = {
+        "this folder, output/": Path.cwd(),
+        "models": constants.HF_HUB_CACHE,
+        "prepared rows": datasets.config.HF_DATASETS_CACHE,
+        "compiled kernels": build_root(host.environment),
+        "ZeRO-Infinity": host.environment.get("ZERO_RECIPES_NVME_PATH"),
+    }
+    disks = {what: Path(folder) for what, folder in folders.items() if folder}
     return {
-        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+        "gpus": [{"name": gpu.name, "memory": size(gpu.total_memory)} for gpu in gpus],
         "cuda": {"driver": driver_version(host), "built_for": built_for, "refusal": refusal},
         "cpu": {"name": cpu_name(), "cores_of_machine": os.cpu_count(), "cores": host.cores()},
         "memory": {
-            "machine_bytes": psutil.virtual_memory().total,
-            "free_bytes": memory,
+            "machine": size(psutil.virtual_memory().total),
+            "free": size(memory),
             "limited_by": limit,
-            "shared_memory_free_bytes": host.free_disk("/dev/shm"),
-            "lockable_bytes": None if math.isinf(locked) else locked,
+            "shared_memory_free": size(host.free_disk("/dev/shm")),
+            "lockable": None if math.isinf(locked) else size(locked),
         },
-        "disks": _disks(host),
+        "disks": [{"for": what, "path": str(path), "free": size(host.free_disk(path))} for what, path in disks.items()],
         "build": {
             "cxx": host.compiler(),
             "python_headers": host.python_headers(),
@@ -72,20 +74,3 @@ def machine(host: Host) -> dict[str, Any]:
         "versions": library_versions() | {"zero-recipes": metadata.version("zero-recipes")},
         "variables": {name: "(set, not shown)" if SECRET.search(name) else host.environment[name] for name in named},
     }
-
-
-def _disks(host: Host) -> list[dict[str, Any]]:
-    import datasets
-    from huggingface_hub import constants
-
-    from zero_recipes.distributed.kernels import build_root
-
-    folders = {
-        "this folder, output/": Path.cwd(),
-        "models": constants.HF_HUB_CACHE,
-        "prepared rows": datasets.config.HF_DATASETS_CACHE,
-        "compiled kernels": build_root(host.environment),
-        "ZeRO-Infinity": host.environment.get("ZERO_RECIPES_NVME_PATH"),
-    }
-    listed = {what: Path(folder) for what, folder in folders.items() if folder}
-    return [{"for": what, "path": str(path), "free_bytes": host.free_disk(path)} for what, path in listed.items()]

@@ -20,34 +20,23 @@ import psutil
 import yaml
 from rich.console import Console
 
-from zero_recipes.checkpoint.output_dir import (
-    Inputs,
-    claim_output_dir,
-    inputs_of,
-    refuse_in_use,
-    refuse_occupied,
-    saved_in,
-)
+from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, INLINE, config_files, launched_environment
+from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, config_files, launched_environment
 from zero_recipes.config.ds_config import NVME_PATH, DsConfig, read_json_mapping
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import at_hand, write_json, write_text
-from zero_recipes.core.findings import Refusal, refusal
+from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
-from zero_recipes.core.process import free_port
 from zero_recipes.core.tables import plain, terminal, working
 from zero_recipes.libs.warnings import quieten
-from zero_recipes.metrics.failure import failed_row
-from zero_recipes.metrics.read_runs import SWEEP_FILE, SweptRun, add_to_sweep_file
-from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metrics
+from zero_recipes.metrics.failure import failed_row, unfinished
+from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file
+from zero_recipes.metrics.schema import FILE, ORDER, Metrics
 from zero_recipes.report.read import short_names, value_text
 
-DS_CONFIG, ACCELERATE_CONFIG = "ds_config.json", "accelerate.yaml"
-SOURCE = "--set"
-EXAMPLE = "--set per_device_train_batch_size=2,4,8"
 END_SECONDS = 30.0  # for the processes of a run that is interrupted
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -73,9 +62,6 @@ def sweep(
     quieten()
     script = script or at_hand("run_sft.py")
     configs = {name: at_hand(FOLDER / f"{name}.yaml") for name in strategies}
-    for path in (recipe, script, *configs.values()):
-        if not path.is_file():
-            raise refusal("ZR328", path=path, cwd=Path.cwd(), known=", ".join(all_strategies()) or "none")
     console = terminal()
     # what it refuses here, it would refuse in every run
     with working(f"reading {recipe}"):
@@ -85,10 +71,13 @@ def sweep(
     runs = runs_of(configs, ds_configs, sets, overrides)
     if settings.deepspeed is not None:
         refuse_own_ds_config(recipe, settings.deepspeed, runs, ds_configs)
-    inputs = list(inputs_of(settings, recipe, os.environ))
+    inputs = list(folders.inputs_of(settings, recipe, os.environ))
     refuse_results([output_dir / run.name for run in runs], settings.overwrite, inputs)
     if sets:
-        _announce(runs, output_dir, console)
+        own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
+        with library_error_as_finding("writing sweep.json beside the runs of earlier sweeps"):
+            add_to_sweep_file(output_dir, own)
+        console.print(plain(f"{len(runs)} runs: {', '.join(run.name for run in runs)}"), soft_wrap=True)
     shared, swap = list(overrides), output_dir / "swap"
     swaps = any(name.endswith("_infinity") for name in configs)
     if swaps and settings.nvme_path is None and NVME_PATH not in os.environ:
@@ -115,22 +104,12 @@ def launched(
     recipe: Path, run: "SweepRun", folder: Path, label: str, ranks: int, shared: list[str], script: Path, to: Console
 ) -> tuple[Metrics, Path | None]:
     """(what a run has measured, or how it failed; where results that were there are kept). `shared`: of all runs."""
-    previous = claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
+    previous = folders.claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
     (folder / FILE).unlink(missing_ok=True)
     words = [*shared, *run.words]
     command = launch_of_strategy(recipe, run.config_in(folder), ranks, folder, words, script)
     exit_code, log = _run(command, folder, label, to, Host().threads(ranks))
     return _row(folder, run.strategy, exit_code, log), previous
-
-
-def _announce(runs: "list[SweepRun]", output_dir: Path, console: Console) -> None:
-    """Write sweep.json, and say how many runs there will be."""
-    own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
-    try:
-        add_to_sweep_file(output_dir, own)
-    except ContractError as error:
-        raise refusal("ZR361", output_dir=output_dir / SWEEP_FILE, error=error) from error
-    console.print(plain(f"{len(runs)} runs: {', '.join(run.name for run in runs)}"), soft_wrap=True)
 
 
 def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
@@ -141,7 +120,7 @@ def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
         return Metrics.read(folder / FILE)
     except (ValueError, OSError) as error:  # ContractError is a ValueError
         error = f"exit code {exit_code}; {error}"
-        row = Metrics(schema=SCHEMA, name=strategy, strategy=strategy, status="failed", error=error)
+        row = unfinished(strategy, strategy).model_copy(update={"error": error})
         row.write(folder / FILE)
         return row
 
@@ -160,22 +139,21 @@ def launch_of_strategy(
     named = {word.partition("=")[0] for word in overrides} & {"--save_model", "--save_strategy"}
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", str(config), "--num_processes", str(num_processes)),
-        *("--main_process_port", str(free_port())),
+        *("--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"),
         *(str(script), str(recipe), "--output_dir", str(folder)),
         *(() if named else ("--save_model", "false", "--save_strategy", "no", "--save_on_signal", "false")),
         *overrides,
     ]
 
 
-def refuse_results(folders: list[Path], overwrite: bool, inputs: Inputs) -> None:
-    for folder in folders:
-        refuse_in_use(folder)
-    occupied = [folder for folder in folders if saved_in(folder)]
+def refuse_results(of_runs: list[Path], overwrite: bool, inputs: folders.Inputs) -> None:
+    for folder in of_runs:
+        folders.refuse_in_use(folder)
+    occupied = [folder for folder in of_runs if folders.saved_in(folder)]
     if occupied and not overwrite:
         raise refusal("ZR329", occupied=", ".join(map(str, occupied)))
     for folder in occupied:
-        refuse_occupied(folder, None, overwrite=True, inputs=inputs)
+        folders.refuse_occupied(folder, None, overwrite=True, inputs=inputs)
 
 
 def _run(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:
@@ -234,14 +212,13 @@ class SweepRun:
         ds_config. The strategy's own files stay as they are."""
         if self.ds_config is None:
             return self.config
-        ds_config, config = folder / DS_CONFIG, folder / ACCELERATE_CONFIG
+        ds_config, config = folder / "ds_config.json", folder / "accelerate.yaml"
         write_json(ds_config, self.ds_config)
         launched = yaml.safe_load(self.config.read_text())
         block = launched["deepspeed_config"]
         if not block.get("deepspeed_config_file"):  # accelerate takes no value of it beside a file
             launched.pop("mixed_precision", None)
-            in_file = {*AMBIGUOUS, *INLINE} - {"zero3_init_flag"}
-            block = {key: value for key, value in block.items() if key not in in_file}
+            block = {key: value for key, value in block.items() if key not in AMBIGUOUS}
         if {"zero_optimization", "zero_optimization.stage"} & set(self.values):
             block["zero3_init_flag"] = DsConfig(self.ds_config).stage == 3
         launched["deepspeed_config"] = block | {"deepspeed_config_file": str(ds_config)}
@@ -299,7 +276,7 @@ def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[s
 
 
 def _unreadable(text: str, why: str) -> Refusal:
-    return refusal("ZR355", text=text[:80], why=why, example=EXAMPLE)
+    return refusal("ZR355", text=text[:80], why=why)
 
 
 def _refuse_unknown(key: str, types: Mapping[str, Any]) -> None:
@@ -311,7 +288,7 @@ def _refuse_unknown(key: str, types: Mapping[str, Any]) -> None:
     is_ds = below.split(".")[0] in zero_keys() if in_zero else block in top_level_keys()
     if key not in types and not is_ds:
         zero = {f"zero_optimization.{name}" for name in zero_keys()}
-        raise Refusal(list(key_findings(SOURCE, [key], {*types, *top_level_keys(), *zero})))
+        raise Refusal(list(key_findings("--set", [key], {*types, *top_level_keys(), *zero})))
 
 
 def run_name(strategy: str, values: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, file_named, read
 from zero_recipes.core.files import FILES, at_hand
 from zero_recipes.core.findings import FAILED, PREEMPTED, REFUSED, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
-from zero_recipes.core.process import STOPPING, free_port
+from zero_recipes.core.process import STOPPING
 
 LAUNCH_PORT, MEETING_PORT, MEETING_SECONDS = 29500, 29501, 600.0
 END_SECONDS = 600  # for a step, an evaluation's batch, and a checkpoint
@@ -54,7 +54,7 @@ def train(arguments: argparse.Namespace) -> int:
         options += ["--main_process_ip", hosts[0], "--main_process_port", LAUNCH_PORT]
         options += ["--deepspeed_multinode_launcher", "standard"]
     else:
-        options += ["--main_process_port", free_port()]
+        options += ["--main_process_port", 0]  # a free one
     words = [*options, at_hand("run_sft.py"), arguments.recipe, *arguments.overrides]
     launched = launch.launch_command_parser().parse_args([str(word) for word in words])
     # torchrun's own: it hands these signals on, and kills what is still there after so many seconds

@@ -139,7 +139,7 @@ def pack_lengths(recipe: Recipe, rows: int) -> Iterator[tuple[int, int]]:
     from trl import pack_dataset
 
     settings = recipe.settings
-    if settings.packing or settings.padding_free or settings.sequence_parallel_size > 1:
+    if settings.joined_by or settings.sequence_parallel_size > 1:
         return
     found = rows_at_hand(settings, recipe.path)
     if not isinstance(found, RowLengths) or max(found.lengths, default=math.inf) >= (settings.max_length or math.inf):

@@ -27,10 +27,7 @@ def write_upgraded(old: Path) -> Path:
     text, changes = upgrade(old)
     if not changes:
         return old
-    new = old.with_suffix(".upgraded.yaml")
-    _write(new, text)
-    print(*changes, f"written: {new}", sep="\n")
-    return new
+    return _written(old.with_suffix(".upgraded.yaml"), text, changes)
 
 
 def write_runnable_ds_config(named: Any) -> Path | None:
@@ -49,10 +46,7 @@ def write_runnable_ds_config(named: Any) -> Path | None:
     with suppress(ValueError):
         if not changes and json.loads(text):
             return None
-    new = old.with_suffix(".upgraded.json")
-    _write(new, written)
-    print(*changes, f"written: {new}. In the recipe: deepspeed: {new}", sep="\n")
-    return new
+    return _written(old.with_suffix(".upgraded.json"), written, changes, "; in the recipe, deepspeed: names it")
 
 
 def runnable_ds_config(pasted: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +116,9 @@ def _today(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield row["to"], value
 
 
-def _write(new: Path, text: str) -> None:
+def _written(new: Path, text: str, changes: list[str], use: str = "") -> Path:
     if new.exists() and new.read_text() != text:
         raise refusal("ZR127", new=new)
     new.write_text(text)
+    print(*changes, f"written: {new}{use}", sep="\n")
+    return new

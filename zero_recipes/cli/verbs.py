@@ -5,15 +5,13 @@ What a verb needs is imported where it runs: `zero-recipes --help` need not wait
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
 from zero_recipes.config.accelerate import FOLDER, config_files, read_accelerate_file
 from zero_recipes.core import units
-from zero_recipes.core.findings import AREAS, REFUSED, described, first_line, library_error_as_finding, refusal, table
+from zero_recipes.core.findings import REFUSED, described, first_line, library_error_as_finding, refusal, table
 from zero_recipes.core.tables import working
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
@@ -181,15 +179,9 @@ def ask(arguments: argparse.Namespace) -> int:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    code = (arguments.code or "").upper()
-    if not code:
-        counts = Counter(AREAS[code[2]] for code in table())
-        print(*(f"ZR{digit}xx  {area}: {counts[area]} codes" for digit, area in AREAS.items()), sep="\n")
-        print("All of them: docs/codes.md. One: zero-recipes explain ZR104")
-        return 0
+    code = arguments.code.upper()
     if code not in table():
-        near = ", ".join(get_close_matches(code, table())) or "none"
-        print(f"there is no code {code}; near it: {near}", file=sys.stderr)
+        print(f"there is no code {code}; docs/codes.md lists all", file=sys.stderr)
         return REFUSED
     row = described(code)
     print(f"{code} ({row['area']}, {row['level']}): {row['what']}")

@@ -1,8 +1,4 @@
-"""What an accelerate file would put into the environment of a run, and what in that contradicts itself.
-
-accelerate reads the file. Its own way from there to the environment (utils/launch.py) is that of a launch: it looks for
-this machine's GPUs, and a free port. File names are those of accelerate 1.15.
-"""
+"""What `accelerate launch` makes of a file, and what in that contradicts itself. File names are accelerate 1.15's."""
 
 import difflib
 import ipaddress
@@ -24,18 +20,6 @@ if TYPE_CHECKING:
 AMBIGUOUS = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device")
 AMBIGUOUS += ("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path")
 AMBIGUOUS += ("zero3_save_16bit_model", "mixed_precision")
-# accelerate 1.15, utils/launch.py, prepare_deepspeed_cmd_env: the keys of deepspeed_config that reach the training
-INLINE = {
-    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
-    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-}
-VERBATIM = (INLINE["zero_stage"], INLINE["deepspeed_moe_layer_cls_names"])
 DS_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 FOLDER = Path("accelerate_configs")
 # keys of a recipe that `trl sft --config` takes for its launch
@@ -72,42 +56,42 @@ def read_accelerate_file(path: Path) -> "ClusterConfig":
 
 
 def launched_environment(config_file: Path | None, num_processes: int | None) -> dict[str, str]:
-    """The variables that `accelerate launch` sets and a run is put together from. Raises Refusal for a broken file."""
+    """The variables that `accelerate launch` sets, by its own functions, and the number of processes. Raises Refusal
+    for a file that it does not take."""
     if config_file is None:
         return {} if num_processes in (None, 1) else {"WORLD_SIZE": str(num_processes)}
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import clear_environment, launch
+
     config = read_accelerate_file(config_file)
     refuse_what_no_launch_takes(config, config_file)
     count = num_processes or config.num_processes
-    environment = {"WORLD_SIZE": str(count)}
+    options = ["--config_file", str(config_file), "--num_processes", str(count), "--main_process_port", "0"]
+    with library_error_as_finding(f"launching by {config_file}"), quiet(), clear_environment():
+        args, _, has_precision = _validate_launch_command(launch_command_parser().parse_args([*options, "run_sft.py"]))
+        fields = [*config.deepspeed_config, *(["mixed_precision"] if has_precision else [])]
+        args.deepspeed_fields_from_accelerate_config = ",".join(map(str, fields))
+        if args.use_deepspeed:
+            _, environment = launch.prepare_deepspeed_cmd_env(args)
+        elif args.use_fsdp or args.multi_gpu:
+            environment = launch.prepare_multi_gpu_env(args)
+        else:  # one process, whatever num_processes says
+            (_, environment), count = launch.prepare_simple_launcher_cmd_env(args), 1
+    environment["WORLD_SIZE"] = str(count)
     if config.num_machines > 1 and count % config.num_machines == 0:
         environment["LOCAL_WORLD_SIZE"] = str(count // config.num_machines)
-    if config.distributed_type in ("MULTI_CPU", "NO", None) and count != 1 and not config.mpirun_config:
-        # accelerate 1.15, commands/launch.py, simple_launcher: one process, whatever num_processes says
-        alone = {"ACCELERATE_USE_CPU": str(config.use_cpu), "MASTER_ADDR": "127.0.0.1"}
-        return alone | {"ACCELERATE_MIXED_PRECISION": str(config.mixed_precision or "no")}
-    if config.distributed_type == "FSDP":
-        environment["ACCELERATE_USE_FSDP"] = "true"
-        named = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
-        written = config.fsdp_config.items()
-        environment |= {named.get(key, key.upper()): str(value) for key, value in written if value is not None}
-    if config.mixed_precision:
-        environment["ACCELERATE_MIXED_PRECISION"] = str(config.mixed_precision)
-    if config.parallelism_config:
-        environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-    if config.distributed_type != "DEEPSPEED":  # then accelerate does not read deepspeed_config
-        return environment
-    written = [*config.deepspeed_config, *(["mixed_precision"] if config.mixed_precision else [])]
-    inline = {INLINE[key]: value for key, value in config.deepspeed_config.items() if key in INLINE}
-    environment |= {
-        name: str(value) if name in VERBATIM else str(value).lower()
-        for name, value in inline.items()
-        if value is not None
-    }
-    return environment | {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config.deepspeed_config.get("deepspeed_config_file") or "none"),
-        DS_FIELDS: ",".join(map(str, written)),
-    }
+    return environment
+
+
+def launch_findings(path: Path) -> Iterator[Finding]:
+    """What `accelerate launch` takes from a file without a word."""
+    from accelerate.commands.launch import launch_command_parser
+
+    config, options = read_accelerate_file(path), vars(launch_command_parser().parse_args(["run_sft.py"]))
+    if unknown := sorted(str(key) for key in config.deepspeed_config if key not in options):
+        yield finding("ZR343", path=path, unknown=", ".join(unknown))
+    if config.num_machines > 1:
+        yield finding("ZR344", path=path, num_machines=config.num_machines)
 
 
 def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str, Any]:
@@ -126,29 +110,23 @@ def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str
     return config
 
 
-def precision_findings(environment: Mapping[str, str], precision: str) -> Iterator[Finding]:
-    """What an accelerate file's mixed_precision says against the recipe's `precision`: "bf16", "fp16" or "fp32". An
-    fp32 recipe would train in the file's precision; any other keeps its own."""
-    of_the_file = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if of_the_file in ("bf16", "fp16") and of_the_file != precision:
-        level = "error" if precision == "fp32" else "warning"
-        yield finding("ZR339", of_the_file=of_the_file, precision=precision, level=level)
-
-
 def is_fsdp1(environment: Mapping[str, str]) -> bool:
     """Whether the launcher's file is for FSDP1, accelerate's default; it is run as FSDP2, whose losses are the same."""
     by_fsdp = environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     return by_fsdp and environment.get("FSDP_VERSION", "1") != "2"
 
 
-def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """What an accelerate file says beside the ds_config that it names. `environment`: the launcher's."""
+def launcher_findings(environment: Mapping[str, str], precision: str) -> Iterator[Finding]:
+    """What an accelerate file says against the recipe and the ds_config that it names. `environment`: the launcher's;
+    `precision`: the recipe's. One in fp32 would train in the file's precision; any other keeps its own."""
     if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         yield finding("ZR301")
     if is_fsdp1(environment):
         yield finding("ZR314")
-    if environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8":
-        yield finding("ZR302")
+    of_the_file = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if of_the_file not in ("no", precision):
+        level = "error" if precision == "fp32" or of_the_file == "fp8" else "warning"
+        yield finding("ZR339", of_the_file=of_the_file, precision=precision, level=level)
     if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() in ("none", ""):
         return
     written = environment.get(DS_FIELDS, "").split(",")
@@ -209,12 +187,7 @@ def launch_key_findings(path: Path, mapping: Mapping[str, Any], environment: Map
     wanted = launched_as_named(mapping, int(processes))
     different = wanted.get("WORLD_SIZE", "1") != processes
     if "accelerate_config" in named:
-        different |= any(_in_force(wanted, name) != _in_force(environment, name) for name in SHARDING)
+        different |= any(wanted.get(name) != environment.get(name) for name in SHARDING)
     if different:
         written = ", ".join(f"{key}: {value}" for key, value in named.items())
         yield finding("ZR347", path=path, written=written, processes=processes)
-
-
-def _in_force(environment: Mapping[str, str], name: str) -> str:
-    value = environment.get(name, "").lower()
-    return "" if value in ("false", "none") else value

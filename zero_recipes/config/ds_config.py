@@ -10,13 +10,13 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zero_recipes.core.files import at_hand
-from zero_recipes.core.findings import Finding, finding, first_line, refusal
+from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.core.process import local_world_size
 
 NVME_PATH = "ZERO_RECIPES_NVME_PATH"
@@ -50,28 +50,18 @@ def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
     return _without(None, config)
 
 
-def schema_findings(config: Mapping[str, Any], source: str) -> list[Finding]:
-    """What DeepSpeed or transformers would stop on with an error that names no place, or read as another stage."""
-    blocks = [name for name in BLOCKS if not isinstance(config.get(name, {}), dict)]
-    found = [finding("ZR208", name=name, source=source, block=config[name]) for name in blocks]
-    return found or list(_zero_optimization(config.get("zero_optimization", {}), source))
-
-
-def _zero_optimization(block: Mapping[str, Any], source: str) -> Iterator[Finding]:
-    """By DeepSpeed's own model of the block (runtime/zero/config.py): an unknown key or a wrong value stops it."""
-    from pydantic import ValidationError
-
-    stage = block.get("stage", 0)
-    if stage == "auto" or isinstance(stage, (bool, float)):
-        yield finding("ZR261", source=source, stage=stage)
-    try:
-        parsed_zero(block)
-    except ValidationError as error:
-        for fault in error.errors():
-            place = ".".join(("zero_optimization", *map(str, fault["loc"])))
-            yield finding("ZR211", place=place, source=source, value=fault.get("input"), error=fault["msg"])
-    except (TypeError, ValueError, AssertionError) as error:
-        yield finding("ZR212", source=source, error=first_line(error))
+def refuse_bad_schema(config: Mapping[str, Any], source: str) -> None:
+    """Refuse what DeepSpeed or transformers would stop on, or read as another stage. By DeepSpeed's own model of
+    zero_optimization (runtime/zero/config.py): an unknown key or a wrong value stops it. Raises Refusal."""
+    with library_error_as_finding(f"reading {source}"):
+        for name in BLOCKS:
+            if not isinstance(config.get(name, {}), dict):
+                raise TypeError(f"{name} is {config[name]!r}, no mapping")
+        zero = config.get("zero_optimization", {})
+        stage = zero.get("stage", 0)
+        if stage == "auto" or isinstance(stage, (bool, float)):
+            raise refusal("ZR261", source=source, stage=stage)
+        parsed_zero(zero)
 
 
 def parsed_zero(block: Mapping[str, Any]):
@@ -94,22 +84,13 @@ def _without(left_out: Any, block: Mapping[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hide what the libraries print while a check tries them: the run prints it again."""
-    logger = logging.getLogger("DeepSpeed")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+    disabled, out = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             yield
     finally:
-        logger.setLevel(level)
-
-
-def needs_sizes(config: Mapping[str, Any]) -> bool:
-    """Whether a buffer is sized by the model."""
-    zero = config.get("zero_optimization")
-    swapped = zero.get("offload_param") if isinstance(zero, dict) else None
-    return isinstance(swapped, dict) and swapped.get("buffer_size") == "auto"
+        logging.disable(disabled)
 
 
 def fill_own_autos(
@@ -117,29 +98,30 @@ def fill_own_autos(
     nvme_path: str | None,
     world_size: int,
     environment: Mapping[str, str],
-    sizes: Sequence[int] | None,
+    parameter_sizes: Callable[[], Sequence[int] | None],
 ) -> dict[str, Any]:
     """A copy of `config` with the "auto" values filled in that neither transformers nor DeepSpeed knows.
 
     What cannot be known stays "auto", and the checks find it.
 
     zero_hpz_partition_size: the processes of one machine. nvme_path: the recipe's key, else the environment's
-    ZERO_RECIPES_NVME_PATH. offload_param.buffer_size: elements of the model's largest partition (`sizes`: of each of
-    its tensors; stage 3 rounds up), the least that DeepSpeed takes (runtime/swap_tensor/
+    ZERO_RECIPES_NVME_PATH. offload_param.buffer_size: elements of the model's largest partition (`parameter_sizes`: of
+    each of its tensors; stage 3 rounds up), the least that DeepSpeed takes (runtime/swap_tensor/
     partitioned_param_swapper.py, get_buffer).
     """
     filled = copy.deepcopy(dict(config))
     zero = filled.get("zero_optimization", {})
     if not isinstance(zero, dict):
-        return filled  # schema_findings refuses it
+        return filled  # `refuse_bad_schema` says why it cannot be
     if zero.get("zero_hpz_partition_size") == "auto":
         zero["zero_hpz_partition_size"] = local_world_size(environment, world_size)
     path = nvme_path or environment.get(NVME_PATH)
     for block in (zero[key] for key in OFFLOADS if isinstance(zero.get(key), dict)):
         if block.get("nvme_path") == "auto" and path:
             block["nvme_path"] = path
-    if needs_sizes(filled) and sizes:
-        zero["offload_param"]["buffer_size"] = math.ceil(max(sizes) / world_size)
+    swapped = zero.get("offload_param")
+    if isinstance(swapped, dict) and swapped.get("buffer_size") == "auto" and (sizes := parameter_sizes()):
+        swapped["buffer_size"] = math.ceil(max(sizes) / world_size)
     return filled
 
 
@@ -235,7 +217,7 @@ class DsConfig:
 
     @property
     def name(self) -> str:
-        """ "zero0" ... "zero3", then "_infinity" where states lie on NVMe, "_offload" where they lie in host memory
+        """ "zero0" ... "zero3", then "_infinity" where states are on NVMe, "_offload" where they are in host memory
         ("_offload_infinity": one each), "_bf16_states" or "_bf16_masters", "_autocast", and ZeRO++'s parts: "_hpz",
         "_qwz", "_qgz", for all three "_plus_plus"."""
         kept = "_offload" if any(self.offload_device(key) == "cpu" for key in OFFLOADS) else ""

@@ -11,7 +11,7 @@ import yaml
 from zero_recipes.config.accelerate import is_fsdp1
 from zero_recipes.config.ds_config import read_json_mapping
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Finding, Refusal, finding, library_error_as_finding, refusal
+from zero_recipes.core.findings import finding, library_error_as_finding, raise_errors, refusal
 
 # transformers' `fsdp_config` (training_args.py, _process_fsdp_args) by what `accelerate launch` sets (utils/launch.py)
 _VARIABLES = {
@@ -33,7 +33,6 @@ _WHOLE = {"state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": Fal
 _WORDS = {"full_shard": {"reshard_after_forward": True}, "shard_grad_op": {"reshard_after_forward": False}}
 _WORDS |= {"auto_wrap": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "offload": {"cpu_offload": True}}
 _RESHARDING = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")  # FSDP1's strategies that free gathered weights after forward
-_FILE = "accelerate_configs/fsdp2.yaml"
 
 
 def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], world_size: int) -> dict[str, Any] | None:
@@ -47,11 +46,18 @@ def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], wor
     if config is None:
         return None
     config = config | {key: value for key, value in _WHOLE.items() if key in config}
-    findings = _findings(config, settings, world_size)
-    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or settings.deepspeed:
-        findings.append(finding("ZR311", file=_FILE))
-    if findings:
-        raise Refusal(findings)
+    unknown = sorted(set(config) - set(_VARIABLES.values()))
+    unknown += [] if config.get("version") == 2 else [f"version {config.get('version')}"]
+    known = ", ".join(sorted(_VARIABLES.values()))
+    findings = [finding("ZR315", unknown=", ".join(unknown), known=known)] if unknown else []
+    twice = config.get("activation_checkpointing") and settings.activation_checkpointing
+    findings += [finding("ZR316")] if world_size == 1 else []
+    findings += [finding("ZR320")] if twice else []
+    findings += [finding("ZR321")] if settings.auto_find_batch_size else []
+    findings += [finding("ZR322")] if settings.load_best_model_at_end and settings.save_only_model else []
+    by_deepspeed = environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or settings.deepspeed
+    findings += [finding("ZR311", file="accelerate_configs/fsdp2.yaml")] if by_deepspeed else []
+    raise_errors(findings)
     return config
 
 
@@ -62,16 +68,12 @@ def _from_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
     with library_error_as_finding("reading the accelerate file's fsdp_config"), patch_environment(**environment):
         FullyShardedDataParallelPlugin()
-    written = {key: _value(environment[name]) for name, key in _VARIABLES.items() if name in environment}
+    texts = {key: environment[name] for name, key in _VARIABLES.items() if name in environment}
+    written = {key: None if text.lower() in ("none", "") else yaml.safe_load(text) for key, text in texts.items()}
     if is_fsdp1(environment):
         strategy = environment.get("FSDP_SHARDING_STRATEGY", _RESHARDING[0])
         written |= {"version": 2, "reshard_after_forward": strategy in _RESHARDING}
     return {key: value for key, value in (_DEFAULTS | written).items() if value is not None}
-
-
-def _value(text: str) -> Any:
-    """A value as `accelerate launch` writes it into the environment."""
-    return None if text.lower() in ("none", "") else yaml.safe_load(text)
 
 
 def _from_recipe(settings: Settings) -> dict[str, Any] | None:
@@ -86,18 +88,3 @@ def _from_recipe(settings: Settings) -> dict[str, Any] | None:
         config = read_json_mapping(config)
     meant = {key: value for word in words for key, value in _WORDS[word].items()}
     return {"version": 2} | meant | {key.removeprefix("fsdp_"): value for key, value in (config or {}).items()}
-
-
-def _findings(config: Mapping[str, Any], settings: Settings, world_size: int) -> list[Finding]:
-    """What of an `fsdp_config` cannot run here."""
-    found = []
-    unknown = sorted(set(config) - set(_VARIABLES.values()))
-    unknown += [] if config.get("version") == 2 else [f"version {config.get('version')}"]
-    if unknown:
-        found.append(finding("ZR315", unknown=", ".join(unknown), known=", ".join(sorted(_VARIABLES.values()))))
-    twice = config.get("activation_checkpointing") and settings.activation_checkpointing
-    found += [finding("ZR316")] if world_size == 1 else []
-    found += [finding("ZR320")] if twice else []
-    found += [finding("ZR321")] if settings.auto_find_batch_size else []
-    found += [finding("ZR322")] if settings.load_best_model_at_end and settings.save_only_model else []
-    return found

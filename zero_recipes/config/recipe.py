@@ -58,6 +58,11 @@ class Settings(SimpleNamespace):
         """YAML's bare `no` is False."""
         return self.save_strategy not in ("no", False)
 
+    @property
+    def joined_by(self) -> str | None:
+        """The key that puts several rows into one sequence: "packing", "padding_free" or None."""
+        return "packing" if self.packing else "padding_free" if self.padding_free else None
+
 
 def precision_of(arguments: Any) -> str:
     """ "bf16", "fp16" or "fp32" of anything with those attributes: TRL takes bf16 where neither is named."""
@@ -328,6 +333,11 @@ class RunConfig:
     def precision(self) -> str:
         """ "bf16", "fp16" or "fp32", in which it computes; torch_autocast keeps the weights in fp32."""
         return self.strategy.ds.autocast or self.settings.precision
+
+    @property
+    def saves_on_signals(self) -> bool:
+        """Not where nothing could go on from the checkpoint (ZR719, ZR254)."""
+        return self.settings.save_on_signal and not self.strategy.ds.on_nvme and self.strategy.sequence_parallel == 1
 
     @property
     def checkpoint(self) -> str | None:

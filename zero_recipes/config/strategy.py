@@ -3,15 +3,14 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zero_recipes.config import fsdp
 from zero_recipes.config.accelerate import inline_ds_config
-from zero_recipes.config.ds_config import DsConfig, fill_own_autos, needs_sizes, read_json_mapping, schema_findings
+from zero_recipes.config.ds_config import DsConfig, fill_own_autos, read_json_mapping, refuse_bad_schema
 from zero_recipes.config.recipe import Settings, precision_of
-from zero_recipes.core.findings import Finding, Refusal, finding, refusal
-
-INLINE_SOURCE = "the accelerate file's deepspeed_config"
+from zero_recipes.core.findings import Finding, finding, refusal
 
 
 @dataclass(frozen=True)
@@ -83,15 +82,12 @@ def resolve_strategy(
         return Strategy("fsdp2", world_size, fsdp_config=fsdp_config)
 
     def fill(config: dict[str, Any]) -> dict[str, Any]:
-        sizes = parameter_sizes(settings) if needs_sizes(config) else None
-        return fill_own_autos(config, settings.nvme_path, world_size, environment, sizes)
+        return fill_own_autos(config, settings.nvme_path, world_size, environment, partial(parameter_sizes, settings))
 
     config, source = _in_force(settings, environment, fill)
     if config is None:
         return Strategy("ddp" if world_size > 1 else "single", world_size)
-    findings = schema_findings(config, source)
-    if findings:
-        raise Refusal(findings)
+    refuse_bad_schema(config, source)
     name = DsConfig(config).name
     filled = DsConfig(fill(config))
     shared = settings.sequence_parallel_size
@@ -123,7 +119,7 @@ def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str
         return None, "none"
     path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if path.lower() in ("none", ""):
-        return inline_ds_config(env, precision), INLINE_SOURCE
+        return inline_ds_config(env, precision), "the accelerate file's deepspeed_config"
     return read_json_mapping(path), path
 
 
@@ -151,8 +147,8 @@ def sequence_parallel_findings(settings: Settings, strategy, device: str, config
     exact = {"full_attention", *(["sliding_attention"] if fits_window or "flash" in attention else [])}
     if layers := sorted({*(getattr(config, "layer_types", None) or ())} - exact):
         yield finding("ZR298", size=size, model_type=config.model_type, layers=", ".join(layers))
-    if settings.packing or settings.padding_free:
-        yield finding("ZR249", key="packing" if settings.packing else "padding_free", size=size)
+    if settings.joined_by:
+        yield finding("ZR249", key=settings.joined_by, size=size)
     multiple = settings.pad_to_multiple_of
     uneven = not isinstance(multiple, int) or not multiple or multiple % size  # TRL also takes text
     if uneven or not settings.dataloader_drop_last or (device == "cpu" and multiple != settings.max_length):

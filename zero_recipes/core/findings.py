@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.core.process import rank, say, wait_for_rank_0
+from zero_recipes.core.process import rank, wait_for_rank_0
 
 FAILED, REFUSED, PREEMPTED = 1, 2, os.EX_TEMPFAIL  # exit codes; the last is 75
 UNFINISHED = "the run has not finished"  # in the metrics.json of one that is alive, or was killed
@@ -184,13 +184,6 @@ def raise_errors(findings: list[Finding]) -> None:
     """Raise one Refusal for all errors among the findings, if there is one."""
     if any(finding.level == "error" for finding in findings):
         raise Refusal(findings)
-
-
-def raise_or_print(findings: list[Finding]) -> None:
-    """Raise one Refusal where there is an error among the findings, else print them on rank 0."""
-    raise_errors(findings)
-    if findings:
-        say(shown(findings))
 
 
 def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:

@@ -213,7 +213,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Gpu(BaseModel):
-    """One class of GPU. Units stand in the names; GB/s are 10^9 bytes per second and direction."""
+    """One class of GPU. The names have the units; GB/s are 10^9 bytes per second and direction."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -84,12 +83,6 @@ def remember_signals(remembered: bool) -> None:
 
 def signalled() -> bool:
     return bool(_signals)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def kill_with_children(process: psutil.Process) -> None:

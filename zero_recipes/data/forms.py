@@ -21,19 +21,6 @@ Rows = Dataset | IterableDataset
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
 
-# the wrappers of the column `text` in tatsu-lab/alpaca (Stanford's train.py has no line break after "Response:"),
-# byte for byte: a model prompted with other words than it was tuned on answers worse
-_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
-_WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
-
 
 class Form(NamedTuple):
     """What the columns are, in words, and how a row is converted; None where TRL takes it as it is."""
@@ -51,9 +38,7 @@ def tables() -> dict[str, Any]:
 
 def alpaca_prompt(instruction: str, input: str = "") -> str:
     """Alpaca's prompt, with or without input. The answer follows directly."""
-    if input:
-        return _WITH_INPUT.format(instruction=instruction, input=input)
-    return _WITHOUT_INPUT.format(instruction=instruction)
+    return tables()["alpaca"]["with_input" if input else "without_input"].format(instruction=instruction, input=input)
 
 
 def alpaca_row(row: dict[str, Any]) -> dict[str, str]:

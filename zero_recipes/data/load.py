@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
 import pyarrow
@@ -32,16 +32,9 @@ PADDING_TOKENS = ("<|padding|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>"
 PADDING_TOKENS += ("<|reserved_special_token_0|>", "<unk>", "[UNK]")
 
 
-class Loaded(NamedTuple):
-    """Rows as TRL takes them, and what was recognised in each source."""
-
-    train: Rows
-    evaluation: Rows | None
-    forms: list[Form]
-
-
-def load_rows(settings: Settings) -> Loaded:
-    """The rows of a recipe. Raises Refusal for what is missing, before any weight."""
+def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
+    """(training rows, evaluation rows, what was recognised in each source) of a recipe, as TRL takes them. Raises
+    Refusal for what is missing, before any weight."""
     splits, found = load_splits(settings)
 
     def rows_of(key: str) -> Rows:
@@ -55,7 +48,7 @@ def load_rows(settings: Settings) -> Loaded:
         return rows
 
     train = rows_of("dataset_train_split")
-    return Loaded(train, rows_of("dataset_test_split") if settings.evaluates else None, list(dict.fromkeys(found)))
+    return train, rows_of("dataset_test_split") if settings.evaluates else None, list(dict.fromkeys(found))
 
 
 def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:

@@ -56,6 +56,7 @@ _READ_HERE = ("dataset_kwargs", "assistant_mask", "long_rows")
 _VERSIONS = ("trl", "transformers", "datasets")
 # our own code that makes rows
 _OUR_PARTS = [Path(__file__), *(Path(part.__file__) for part in (audits, forms, load, huggingface))]
+_OUR_PARTS.append(Path(forms.__file__).with_suffix(".yaml"))
 
 
 class Data(NamedTuple):
@@ -78,7 +79,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run trains on, evaluates on and asks."""
+    """What a run trains on, evaluates on and samples."""
 
     tokenizer: PreTrainedTokenizerBase  # of the model, whose rows these are
     train: load.Rows

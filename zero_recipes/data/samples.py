@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Refusal, first_line, refusal
+from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.data.forms import alpaca_prompt, alpaca_row
 from zero_recipes.data.load import load_rows
 from zero_recipes.libs.huggingface import prepare_dataset
@@ -38,11 +38,11 @@ def takes_rows(requested: Any) -> bool:
 
 def rows_to_ask(requested: Any, evaluation, settings: Settings):
     """The rows that a number of sample prompts is taken of: the evaluation rows, or those of dataset_test_split where
-    the run does not evaluate; None where nobody asks for rows, or the data has no such split."""
+    the run does not evaluate; None where no rows are requested, or the data has no such split."""
     if evaluation is not None or not takes_rows(requested):
         return evaluation
     try:
-        return load_rows(settings.replace(dataset_train_split=settings.dataset_test_split)).train
+        return load_rows(settings.replace(dataset_train_split=settings.dataset_test_split))[0]
     except Refusal as refusal:
         if refusal.codes != ["ZR507"]:
             raise
@@ -65,23 +65,15 @@ def choose_samples(
             raise refusal("ZR516", requested=requested, split=split)
         rows, source = list(eval_rows.take(int(requested))), f"the split {split!r}"
     else:
-        rows, source, form = _lines(requested), str(requested), alpaca_row if dataset_format == "alpaca" else dict
+        source, form = str(requested), alpaca_row if dataset_format == "alpaca" else dict
+        with library_error_as_finding(f"reading {requested} (sample_prompts)"):
+            lines = Path(source).read_text("utf-8").split("\n")  # not splitlines(): a prompt may hold a bare U+2028
+            rows = [json.loads(line) for line in lines if line.strip()]
     samples = []
     for number, row in enumerate(rows):
-        try:
+        with library_error_as_finding(f"making a prompt of row {number} of {source} (sample_prompts)"):
             samples.append(_sample(form(row), tokenizer, source))
-        except Exception as error:  # a chat template is a program, and raises what it likes
-            cause = f"{type(error).__name__}: {first_line(error)}"
-            raise refusal("ZR519", number=number, source=source, cause=cause) from error
     return samples
-
-
-def _lines(requested: Any) -> list[Any]:
-    """The rows of a JSON Lines file. Not splitlines(): a prompt may hold a bare U+2028."""
-    try:
-        return [json.loads(line) for line in Path(str(requested)).read_text("utf-8").split("\n") if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:
-        raise refusal("ZR517", requested=requested, error=first_line(error), cwd=Path.cwd()) from error
 
 
 def _sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str) -> Sample:

@@ -20,7 +20,7 @@ from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal, RunFailed, first_line, print_ending, refusal
 from zero_recipes.core.host import Host
-from zero_recipes.core.process import CLOCK, free_port, local_world_size, rank
+from zero_recipes.core.process import CLOCK, local_world_size, rank
 from zero_recipes.distributed.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_locks
 
 # torchrun itself gives machines 600 s to join (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py,
@@ -65,9 +65,7 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
     # DeepSpeed compiles with ninja, which is beside the interpreter: a venv need not be activated
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if "RANK" not in os.environ:  # plain python with DeepSpeed: a world of one
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
-        )
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # accelerate's for FSDP (state.py): what is offloaded to the host is reduced there, by gloo

@@ -49,7 +49,7 @@ def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
         ops.add(f"cpu_{name}")
     elif name in ("adam", "lamb", "lion"):
         ops.add(f"fused_{name}")
-    if "nvme" in (strategy.ds.offload_optimizer, strategy.ds.offload_param):
+    if strategy.ds.on_nvme:
         ops.add("async_io")
     # zero/partition_parameters.py `CUDAQuantizer`, comm/coalesced_collectives.py `all_to_all_quant_reduce`
     if device == "cuda" and strategy.zero_stage == 3 and any(config["zero_optimization"].get(key) for key in QUANTIZED):

@@ -5,7 +5,7 @@ flight and parameters that stage 3 has gathered for use are not model states; th
 
 Private: the attributes of DeepSpeed's optimizers in _LAYOUTS, of its partitioned parameters (ds_id, ds_numel, ds_shape,
 ds_tensor, ds_secondary_tensor; DeepSpeed 0.19.8, runtime/zero/) and of 4-bit layers (quant_state; bitsandbytes 0.50,
-nn/modules.py). No public call tells their bytes. Paths below are relative to deepspeed/runtime.
+nn/modules.py). No public call returns their bytes. Paths below are relative to deepspeed/runtime.
 
 Private: of the optimizers of stages 1 to 3 (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py) masters,
 groups, `_optimizer_step`, `_lazy_init_hp_params_optimizer_state`, `update_lp_params`,
@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from zero_recipes.libs.fsdp import local, whole_gradients
@@ -256,6 +255,15 @@ def make_adam_states(optimizer) -> None:
         group["lr"] = rate
 
 
+def set_adam_step(optimizer, step: int) -> None:
+    """Each state gets a counter of its own: one that two groups share would count twice in each step."""
+    base = base_optimizer(optimizer)
+    for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups, with integers
+        if "step" in counters:
+            old = counters["step"]
+            counters["step"] = torch.full_like(old, step) if torch.is_tensor(old) else step
+
+
 def refresh_weights(optimizer) -> None:
     """The weights that the forward pass uses, from the fp32 masters: what DeepSpeed does after each step."""
     if not is_stage_3(optimizer):
@@ -299,13 +307,3 @@ def communication_backend():
     from deepspeed import comm
 
     return comm.comm.cdb
-
-
-def ddp_bucket_bytes(model: DistributedDataParallel) -> int:
-    """Bytes of all gradient buckets of DistributedDataParallel; each goes through one all-reduce a step.
-
-    Private: `_get_ddp_logging_data` (torch 2.13, nn/parallel/distributed.py). No public name leads to the sizes.
-    """
-    logged = model._get_ddp_logging_data()  # rebuilt after the first backward pass
-    buckets = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
-    return sum(int(size) for size in str(buckets).split(",") if size.strip())

@@ -6,12 +6,9 @@ is documented; without them a missing kernel would be found after the weights ar
 """
 
 import contextlib
-import io
-import logging
 import os
 import pickle
 import re
-import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import hub_kernels
 
-from zero_recipes.config.accelerate import read_accelerate_file
-from zero_recipes.core.findings import Finding, finding, first_line
+from zero_recipes.config.ds_config import quiet
+from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import environment_kept
 
 if TYPE_CHECKING:
@@ -141,32 +138,18 @@ LAUNCHED += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMPI_", "PMI_", "MV
 def single_process_env() -> Iterator[None]:
     """One process on the CPU, whatever the launcher set, and silent libraries. The environment is restored afterwards,
     accelerate's states are not: TrainingArguments makes them anew (transformers, training_args.py `_setup_devices`)."""
-    import datasets
     from accelerate import PartialState
-    from datasets.utils import are_progress_bars_disabled
     from transformers.utils import logging as transformers_logging
 
-    verbosity, hidden = transformers_logging.get_verbosity(), are_progress_bars_disabled()
-    quiet = io.StringIO()
-    with environment_kept():
+    verbosity = transformers_logging.get_verbosity()
+    with environment_kept(), quiet(), without_deepspeed_announcement():
         for name in [name for name in os.environ if name.startswith(LAUNCHED)]:
             del os.environ[name]
-        logging.disable(logging.CRITICAL)
-        datasets.disable_progress_bars()
         try:
-            with (
-                warnings.catch_warnings(action="ignore"),
-                without_deepspeed_announcement(),
-                contextlib.redirect_stdout(quiet),
-                contextlib.redirect_stderr(quiet),
-            ):
-                PartialState(cpu=True)  # accelerate's loggers need one
-                yield
+            PartialState(cpu=True)  # accelerate's loggers need one
+            yield
         finally:
-            logging.disable(logging.NOTSET)
             transformers_logging.set_verbosity(verbosity)
-            if not hidden:
-                datasets.enable_progress_bars()
 
 
 # attention: a package that is installed, or a kernel of the hub that was built beforehand
@@ -239,18 +222,3 @@ def not_plain(path: Path) -> str | None:
         lines = str(error).splitlines()
         return next(filter(REFUSED.search, lines), first_line(error)).strip().rstrip(".")
     return None
-
-
-def launch_findings(path: Path | None) -> Iterator[Finding]:
-    """What `accelerate launch` takes from a file without a word; nothing without a file."""
-    if path is None:
-        return
-    from accelerate.commands import launch
-
-    config = read_accelerate_file(path)
-    options = vars(launch.launch_command_parser().parse_args(["run_sft.py"]))
-    unknown = sorted(str(key) for key in config.deepspeed_config if key not in options)
-    if unknown:
-        yield finding("ZR343", path=path, unknown=", ".join(unknown))
-    if config.num_machines > 1:
-        yield finding("ZR344", path=path, num_machines=config.num_machines)

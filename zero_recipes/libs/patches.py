@@ -12,7 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel, TrainerCallback
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.libs.deepspeed import base_optimizer
+from zero_recipes.libs.deepspeed import set_adam_step
 
 
 def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
@@ -44,10 +44,7 @@ class FreshAdamAtStage0(TrainerCallback):
         inner = getattr(optimizer, "optimizer", None)
         if state.global_step or not isinstance(inner, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             return
-        base = base_optimizer(inner)
-        for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups, with integers
-            if "step" in counters:
-                counters["step"] = counters["step"] * 0
+        set_adam_step(inner, 0)
         inner.refresh_fp32_params()
 
 

@@ -58,9 +58,14 @@ class StageMetricsCallback(TrainerCallback):
         self.ends_with_training = strategy is None
         self.identity: schema.RunIdentity | None = None
         self.engine: torch.nn.Module | None = None  # what wraps the model: ZeroSFTTrainer sets it, no event carries it
-        self.phases = probe.MemoryPhases()
-        self.phases.record("model_loaded")
+        self.phases: dict[str, int] = {}  # bytes allocated after each phase of the first steps
+        self.record("model_loaded")
         self.begin()
+
+    def record(self, phase: str) -> None:
+        """The bytes that are allocated on the accelerator as a phase ends; nothing without an accelerator."""
+        if torch.cuda.is_available():
+            self.phases[phase] = torch.cuda.memory_allocated()
 
     def begin(self) -> None:
         """Nothing is measured yet."""
@@ -187,13 +192,13 @@ class StageMetricsCallback(TrainerCallback):
         CLOCK.switch("train")
         self.started_at, total = state.global_step, state.max_steps - state.global_step
         self.warmup, self.probed = probe.steps_not_timed(total), min(1, max(0, total - 1))
-        self.phases.record("engine_built")
+        self.record("engine_built")
         if self.device == "cuda":  # samples may have been generated, which use memory of their own
             torch.cuda.empty_cache()  # peaks begin again at what is reserved, and the allocator keeps what was freed
             torch.cuda.reset_peak_memory_stats()
         self.steps = probe.StepClock(self.device)
         engine = model if self.engine is None else self.engine
-        self.probe = probe.StateProbe(model, optimizer, self.strategy, self.phases)
+        self.probe = probe.StateProbe(model, optimizer, self.strategy, self.record)
         self.communication = CommunicationCounter(engine, self.strategy)
         if self.engine is None:
             self.forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -329,7 +334,7 @@ class StageMetricsCallback(TrainerCallback):
             error=error,
             **dict(self.identity),
             **dict(self.summary),
-            memory_phases=self.phases.bytes if self.device == "cuda" else None,
+            memory_phases=self.phases if self.device == "cuda" else None,
             phase_seconds={name: round(spent, 3) for name, spent in CLOCK.seconds.items()},
             first_step=self.first_step,
             resumed_at=self.resumed_at,

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.process import local_world_size
-from zero_recipes.libs.deepspeed import COLLECTIVES, communication_backend, ddp_bucket_bytes
+from zero_recipes.libs.deepspeed import COLLECTIVES, communication_backend
 
 
 def _size(tensors) -> int:
@@ -62,7 +61,7 @@ Bytes = dict[str, int]
 
 
 class CommunicationCounter:
-    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its buckets, FSDP2's as they pass. Not by
+    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its gradients, FSDP2's as they pass. Not by
     DeepSpeed's own logger (comm.py `timed_op`): that one waits for the device at every collective, and does not know
     which group it was, so that what stays inside a machine cannot be distinguished from what crosses the network."""
 
@@ -90,7 +89,8 @@ class CommunicationCounter:
                 self._add(collective, size, everyone)
             self.passing.bytes = {}
         elif not self.strategy.is_deepspeed and self.strategy.world_size > 1:
-            self._add("all_reduce", _gradient_bytes(self.engine), everyone)
+            # the buckets of DistributedDataParallel hold each gradient once
+            self._add("all_reduce", _size([p for p in self.engine.parameters() if p.requires_grad]), everyone)
         self.steps.append(self.now)
         self.now = ({}, {})
 
@@ -105,12 +105,10 @@ class CommunicationCounter:
     @contextlib.contextmanager
     def not_counted(self) -> Iterator[None]:
         """What is sent inside is not the step's: the losses that the metrics bring together."""
-        if self.passing is None:  # not sent through what is counted
-            yield
-            return
-        before = dict(self.passing.bytes)
+        before = {} if self.passing is None else dict(self.passing.bytes)
         yield
-        self.passing.bytes = before
+        if self.passing is not None:  # else not sent through what is counted
+            self.passing.bytes = before
 
     def median(self) -> Bytes:
         """{collective: bytes per optimizer step}, the median over the counted steps."""
@@ -141,13 +139,6 @@ class CommunicationCounter:
             # an all-to-all's inputs are parts: those of the machine's other processes belong to the same whole
             others = self.per_node * len(nodes) // len(ranks) if collective == "all_to_all" else 1
             between[collective] = between.get(collective, 0) + size * others
-
-
-def _gradient_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the buckets of DistributedDataParallel, which hold each gradient once; `model`: it, or what it wraps."""
-    if isinstance(model, DistributedDataParallel):
-        return ddp_bucket_bytes(model)
-    return _size([p for p in model.parameters() if p.requires_grad])
 
 
 def _median(steps: list[Bytes]) -> Bytes:

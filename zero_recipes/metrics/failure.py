@@ -6,9 +6,10 @@ import signal
 import time
 import traceback
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from zero_recipes.core.files import write_text
+from zero_recipes.core.findings import UNFINISHED
 from zero_recipes.core.process import rank
 from zero_recipes.metrics import schema
 
@@ -29,6 +30,12 @@ class RankFailure(schema.Part):
     largest_memory: dict[str, int]  # bytes by part, the largest first
     traceback: str = ""
     time: float  # when it was written, in seconds since 1970
+
+
+def unfinished(name: str, strategy: str, **known: Any) -> schema.Metrics:
+    """The row of a run that has not come to its first step. `known`: other fields."""
+    known |= {"schema": schema.SCHEMA, "status": "failed", "error": UNFINISHED}
+    return schema.Metrics(name=name, strategy=strategy, **known)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -78,21 +85,19 @@ def cause_of(output_dir: Path) -> RankFailure | None:
     return min(found, key=order, default=None)
 
 
-def keep_failure(
-    output_dir: Path, own: RankFailure, losses: list[float], unfinished: schema.Metrics, resumes: bool
-) -> None:
+def keep_failure(output_dir: Path, own: RankFailure, losses: list[float], begun: schema.Metrics, resumes: bool) -> None:
     """Put what ended the run into metrics.json, on any rank, without a collective.
 
     The rank whose failure is the cause comes first and knows the losses; rank 0, which its launcher may stop before it
-    speaks, has written who the run is. `unfinished`: what to begin with where it has not. A row of status ok belongs to
-    an earlier run: unless this one `resumes` it, its files still stand, and it stays.
+    speaks, has written who the run is; `begun` is the row where it has not. A row of status ok belongs to an earlier
+    run: unless this one `resumes` it, it stays.
     """
     path = output_dir / schema.FILE
     try:
         cause = cause_of(output_dir) or own
-        row = schema.Metrics.read(path) if path.is_file() else unfinished
+        row = schema.Metrics.read(path) if path.is_file() else begun
     except schema.ContractError:
-        cause, row = own, unfinished
+        cause, row = own, begun
     if row.status == "ok" and not resumes:
         return
     history = max(losses, row.loss_history or [], key=len)
@@ -103,8 +108,7 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> sch
     """The row of a run that left none or left it unfinished. `exit_code` is the launcher's; `log` its output. A killed
     rank writes no file: then its signal is the cause. Raises ContractError where a file of the run is damaged."""
     path = output_dir / schema.FILE
-    unknown = schema.Metrics(schema=schema.SCHEMA, name=strategy, strategy=strategy, status="failed")
-    row = schema.Metrics.read(path) if path.is_file() else unknown
+    row = schema.Metrics.read(path) if path.is_file() else unfinished(strategy, strategy)
     if row.status == "preempted":
         return row
     cause, killed_by = cause_of(output_dir), signal_in(exit_code, log)

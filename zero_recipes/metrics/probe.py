@@ -3,17 +3,17 @@ and the ranks' figures brought together."""
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from pydantic import Field
 
-from zero_recipes.checkpoint.output_dir import swapped_bytes
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import peak_flops_of
 from zero_recipes.core.process import say
+from zero_recipes.distributed.nvme import swapped_bytes
 from zero_recipes.libs.deepspeed import base_optimizer, state_bytes, whole_shape
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.flops import ModelFlops, model_flops
@@ -21,27 +21,16 @@ from zero_recipes.metrics.flops import ModelFlops, model_flops
 MOST_WARMUP_STEPS = 5
 
 
-class MemoryPhases:
-    """Bytes allocated on the accelerator after each phase of the first steps; none without one."""
-
-    def __init__(self):
-        self.bytes: dict[str, int] = {}
-
-    def record(self, name: str) -> None:
-        if torch.cuda.is_available():
-            self.bytes[name] = torch.cuda.memory_allocated()
-
-
 class StateProbe:
     """Reads the model states at every point of one optimizer step at which they can be largest.
 
     Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
     optimizer (DeepSpeed makes fp32 copies there), so both are read: after each parameter's gradient, and before each
-    call of the inner optimizer. `optimizer`: as accelerate has wrapped it.
+    call of the inner optimizer. `optimizer`: as accelerate has wrapped it; `record` is called as each phase ends.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, strategy: Strategy, phases: MemoryPhases):
-        self.model, self.phases, self.strategy = model, phases, strategy
+    def __init__(self, model: torch.nn.Module, optimizer: Any, strategy: Strategy, record: Callable[[str], None]):
+        self.model, self.record, self.strategy = model, record, strategy
         self.parameters = list(model.parameters())  # within a step FSDP2 puts gathered ones in their place
         inner = optimizer.optimizer if strategy.is_deepspeed else optimizer
         self.states_of = inner if strategy.is_deepspeed else base_optimizer(inner)
@@ -54,13 +43,12 @@ class StateProbe:
             if p.requires_grad:
                 self.hooks.append(p.register_post_accumulate_grad_hook(self._after_gradient))
         self.hooks.append(self.model.register_forward_hook(self._after_forward))
-        inner = base_optimizer(self.states_of)
-        self.hooks.append(inner.register_step_pre_hook(self._before_optimizer))
+        self.hooks.append(base_optimizer(self.states_of).register_step_pre_hook(self._before_optimizer))
 
     def detach(self) -> dict[str, int]:
         """End the step; the largest bytes of each part within it."""
         self.read()
-        self.phases.record("step")
+        self.record("step")
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
@@ -74,14 +62,14 @@ class StateProbe:
         return self.largest
 
     def _after_forward(self, *_arguments) -> None:
-        self.phases.record("forward")
+        self.record("forward")
         self.read()  # gradients of the micro steps before this one: FSDP2 keeps them whole until the last
 
     def _before_optimizer(self, *_arguments) -> None:
         self.read()  # returns None: a torch optimizer takes a hook's value for new arguments
 
     def _after_gradient(self, _parameter: torch.Tensor) -> None:
-        self.phases.record("backward")
+        self.record("backward")
         self.read()
 
 
@@ -160,7 +148,7 @@ class UsedFlops:
     def squares(self, inputs: dict[str, torch.Tensor], non_padding: torch.Tensor) -> list[torch.Tensor]:
         """metrics/flops.py `squares`, summed over the rows of a micro batch, for each window; on its device.
 
-        `non_padding`: which places hold a token, of the shape of input_ids. Rows that stand in one line (packed or
+        `non_padding`: which places hold a token, of the shape of input_ids. Rows joined in one line (packed or
         padding-free), or in several processes (Ulysses), are distinguished by position_ids: n odd numbers add up to n².
         """
         windows = () if self.model is None else tuple(self.model.attention)

@@ -29,6 +29,16 @@ class SampleRow(schema.Part):
     scores_after: dict[str, float | None] = Field({})
 
 
+def question(prompt: str) -> str:
+    """A prompt without Alpaca's wrapper, for reading."""
+    inside = prompt.partition("### Instruction:\n")[2].removesuffix("### Response:\n").strip()
+    return inside.replace("\n\n### Input:\n", "\n") or prompt
+
+
+def short(text: str | None, most: int = 220) -> str:
+    return "" if text is None else text if len(text) <= most else "... " + text[-most:]
+
+
 class TaskScore(schema.Part):
     """One metric of one task of lm-eval in evaluations.json."""
 

@@ -78,7 +78,7 @@ def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float,
     if rows is None:
         return longest, full, 1.0
     tokens, flops = sum(rows.lengths) / rows.sequences, model.of_rows(rows.lengths) / rows.sequences
-    if settings.packing or settings.padding_free or str(settings.train_sampling_strategy) in BY_LENGTH:
+    if settings.joined_by or str(settings.train_sampling_strategy) in BY_LENGTH:
         return tokens, flops, flops / full
     ordered, count, together = sorted(rows.lengths), len(rows.lengths), padded_together(job)
     chances = [((i + 1) / count) ** together - (i / count) ** together for i in range(count)]  # of being the longest

@@ -116,14 +116,11 @@ def _alike(runs: Sequence[MeasuredRun]) -> Answer:
     seen = {key: {getattr(run, key) for run in runs} - {None} for key in SAME_RUN}
     # the same data in the same order makes the same number of tokens, padding included
     seen["tokens trained on"] = {run.tokens.all for run in runs if run.status == "ok" and run.tokens}
-    differing = {key: sorted(map(_written, values)) for key, values in seen.items() if len(values) > 1}
+    written = lambda value: f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)  # noqa: E731
+    differing = {key: sorted(map(written, values)) for key, values in seen.items() if len(values) > 1}
     listed = "; ".join(f"{key} ({', '.join(values)})" for key, values in differing.items())
     measured = f"The rows differ in {listed}." if differing else f"{len(runs)} rows with one setting."
     return _yes(not differing), f"{measured} Each was run once."
-
-
-def _written(value: object) -> str:
-    return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
 
 
 def _staircase(runs: Sequence[MeasuredRun]) -> Answer:

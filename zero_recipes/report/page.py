@@ -4,7 +4,6 @@ The page is one HTML file: pictures embedded, style inline, nothing fetched from
 """
 
 import base64
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -14,10 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 
 from zero_recipes.core import units
-from zero_recipes.core.files import strict_json
+from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import Column, plain, print_columns, terminal
-from zero_recipes.metrics.read_runs import MeasuredRun, SampleRow, read_runs
+from zero_recipes.metrics.read_runs import MeasuredRun, question, read_runs
 from zero_recipes.metrics.schema import ContractError
 from zero_recipes.report import plots, read
 from zero_recipes.report.judge import SAME_RUN, Judgement, bottom_line, judge_runs, mean_scores, sampled_run
@@ -37,8 +36,12 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     drawn = [*plots.draw_comparison(runs, folder).values()]
     drawn += [path for run in read.single_runs(runs) if (path := plots.draw_single(run, folder))]
     page, pictures = folder / "report.html", {path.stem: path for path in drawn}
-    (folder / "report.json").write_text(_as_json(runs, judgements), encoding="utf-8")
-    (folder / "report.md").write_text(_as_markdown(runs), encoding="utf-8")
+    reference, answers = read.baseline(runs), [judgement._asdict() for judgement in judgements]
+    found = {"schema": 1, "baseline": reference and reference.label, "rows": read.table_rows(runs)}
+    write_json(folder / "report.json", found | {"bottom_line": bottom_line(runs), "judgements": answers})
+    lines = [f"- {line}" for line in (*read.notes(runs), devices_note(runs)) if line]
+    tables = [f"{shown.title}\n\n{shown.markdown}" for shown in read.tables(runs)]
+    (folder / "report.md").write_text("\n".join([*tables, *lines]) + "\n", encoding="utf-8")
     page.write_text(render_page(runs, judgements, pictures), encoding="utf-8", errors="replace")
     _print(runs, judgements, console or terminal())
     return page
@@ -62,38 +65,17 @@ def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console
             console.print(plain(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
 
 
-def _as_json(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement]) -> str:
-    """Rows and judgements as strict JSON; bytes and seconds, nothing rounded."""
-    reference = read.baseline(runs)
-    content = {
-        "schema": 1,
-        "baseline": reference.label if reference else None,
-        "rows": read.table_rows(runs),
-        "bottom_line": bottom_line(runs),
-        "judgements": [judgement._asdict() for judgement in judgements],
-    }
-    return strict_json(content, indent=2) + "\n"
-
-
-def _as_markdown(runs: Sequence[MeasuredRun]) -> str:
-    """The tables for a README, each below the setting that it was measured in."""
-    lines = read.notes(runs) + [note for note in [devices_note(runs)] if note]
-    blocks = [f"{shown.title}\n\n{shown.markdown}" for shown in read.tables(runs)]
-    return "\n".join([*blocks, *(f"- {line}" for line in lines)]) + "\n"
-
-
 def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> str:
     """The whole page as text. `pictures` by name: of the comparison, and "run_<folder>"."""
     loader, blocks = FileSystemLoader(Path(__file__).parent), {"trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     in_base64 = lambda path: base64.b64encode(path.read_bytes()).decode()  # noqa: E731
-    environment.filters |= {"size": units.size, "fixed": units.fixed, "base64": in_base64}
+    environment.filters |= {"size": units.size, "fixed": units.fixed, "base64": in_base64, "question": question}
     compared, answered, swept = read.comparison(runs), sampled_run(runs), map(read.sweep_table, read.sweeps(runs))
     return environment.get_template("page.html.j2").render(
         setting=read.setting(compared or runs),
         written=date.today().isoformat(),
         bottom_line=bottom_line(runs),
-        preambles=preambles(answered.samples if answered else []),
         devices=devices_note(runs),
         judgements=judgements,
         comparison=_grids(read.runs_table(compared)) if compared else [],
@@ -107,12 +89,6 @@ def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pi
         evaluated=[read.evaluations_table(run.label, run.evaluations) for run in runs if run.evaluations],
         details=_details(runs),
     )
-
-
-def preambles(samples: Sequence[SampleRow]) -> list[str]:
-    """First paragraphs that several prompts share: Alpaca's "Below is an instruction ..."."""
-    counts = Counter(sample.prompt.partition("\n\n")[0] for sample in samples if "\n\n" in sample.prompt)
-    return [text for text, count in counts.items() if count > 1]
 
 
 def devices_note(runs: Sequence[MeasuredRun]) -> str | None:

@@ -1,4 +1,4 @@
-"""README.md of an output folder, made from the files that stand there, and the folder's way to the hub.
+"""README.md of an output folder, made from the files in it, and the folder's way to the hub.
 
 Neither card nor what is pushed of recipe.resolved.yaml, metrics.json and configurations names a path of this machine.
 """
@@ -24,7 +24,6 @@ from zero_recipes.core.tables import markdown_columns
 from zero_recipes.data.load import on_hub
 from zero_recipes.metrics import read_runs, schema
 from zero_recipes.metrics.read_runs import EVALUATED, EVALUATIONS
-from zero_recipes.training.samples import question, short
 
 README, RECIPE, SAMPLES, PICTURE = "README.md", "recipe.resolved.yaml", "samples.jsonl", "loss.png"
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
@@ -128,7 +127,7 @@ def _thinned(values: Mapping[int, float]) -> list[tuple[int, str]]:
 
 def _cells(row: read_runs.SampleRow) -> list[str]:
     """Prompt, before and after for a table of markdown."""
-    texts = (question(row.prompt), short(row.before), short(row.after))
+    texts = map(read_runs.short, (read_runs.question(row.prompt), row.before, row.after))
     return [text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("\n", "<br>") for text in texts]
 
 

@@ -61,7 +61,7 @@ def not_finite(metrics: StageMetricsCallback) -> list[str]:
 
 def has_nonfinite_weights(model: torch.nn.Module) -> bool:
     """Whether a weight on any rank is NaN or infinite. Collective. What is partitioned has unused bytes at its end;
-    there the gradient norm tells, which stage 3 always has."""
+    there the gradient norm shows it, which stage 3 always has."""
     whole = [local(p) for p in model.parameters() if p.requires_grad and not is_partitioned(p)]
     bad = torch.stack([~torch.isfinite(p).all() for p in whole]).any() if whole else torch.tensor(False)
     return bool(reduce(bad.to(PartialState().device, torch.float32)).item())

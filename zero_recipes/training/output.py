@@ -18,13 +18,13 @@ from zero_recipes.core.process import CLOCK, rank, remember_signals, say
 from zero_recipes.core.tables import terminal
 from zero_recipes.data.audit import show_rows
 from zero_recipes.data.load import load_tokenizer
-from zero_recipes.data.prepare import Prepared, prepare_rows
+from zero_recipes.data.prepare import prepare_rows
 from zero_recipes.distributed.group import once, rank_0_writes
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import attention_name
 from zero_recipes.metrics.callback import StageMetricsCallback
-from zero_recipes.metrics.failure import keep_failure, write_failure
-from zero_recipes.metrics.schema import SCHEMA, Metrics, PredictedMetrics
+from zero_recipes.metrics.failure import keep_failure, unfinished, write_failure
+from zero_recipes.metrics.schema import PredictedMetrics
 from zero_recipes.training.card import hub, push, write_card
 from zero_recipes.training.token_loss import share_sequences
 
@@ -57,8 +57,7 @@ class RecipeRun:
         self.args, self.peft_config = arguments.training, models.adapter_config(run.settings, has_weights=True)
         patches.patch_libraries(run.strategy, run.settings.ddp_timeout)
         patches.score_supervised_positions_only(run.settings.supervised_logits_only)
-        in_one = run.settings.packing or run.settings.padding_free
-        patches.attend_by_row(run.device == "cpu" and in_one and not run.settings.torch_compile)
+        patches.attend_by_row(run.device == "cpu" and run.settings.joined_by and not run.settings.torch_compile)
         if run.strategy.is_fsdp:
             fsdp.fix_arguments(self.args, run.device)
         share_sequences(self.args, run.strategy.sequence_parallel, attention_name(run.settings.attn_implementation))
@@ -68,11 +67,10 @@ class RecipeRun:
         self.repository = self._create_repository()
         self.args.model_init_kwargs = None  # of load_model; SFTTrainer would warn that it ignores them
 
-    def prepare_data(self) -> Prepared:
+    def prepare_data(self) -> None:
         """Changes `args` so that SFTTrainer takes the rows as they are."""
         with CLOCK.phase("data"):
             self.data = prepare_rows(self.run.settings, self.args, load_tokenizer(self.run.settings))
-        return self.data
 
     def load_model(self) -> PreTrainedModel:
         refuse_other_data(self.run.checkpoint, self.data.data_sha256)
@@ -128,10 +126,9 @@ class RecipeRun:
             return None
         args, name = self.args, self.args.hub_model_id or self.run.output_dir.resolve().name
 
+        @library_error_as_finding(f"creating {name} on the hub (push_to_hub)")
         def create() -> str:
-            with library_error_as_finding(f"creating {name} on the hub (push_to_hub)"):
-                api = hub(args.hub_token)
-                return api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+            return hub(args.hub_token).create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
 
         return once(create, "creates the repository")
 
@@ -163,25 +160,14 @@ class RecipeRun:
                 with contextlib.suppress(Exception):  # the engine may be the very thing that broke
                     states = self.metrics.states_so_far()
             failure = write_failure(run.output_dir, phase, error, states, self.saved)
+            model, strategy = run.recipe.settings.model_name_or_path, run.strategy
+            known = {"zero_stage": strategy.zero_stage, "world_size": strategy.world_size, "model": model}
+            begun = unfinished(run.recipe.name, strategy.name, **known)
             if not self.finished:
                 with contextlib.suppress(OSError):  # a full disk may be the very failure
                     if is_measured:
                         self.metrics.write(failure.status, failure.error)
-                    keep_failure(run.output_dir, failure, losses, self._unfinished(), run.checkpoint is not None)
+                    keep_failure(run.output_dir, failure, losses, begun, run.checkpoint is not None)
             if self.saved and rank() == 0:
                 print(f"the run failed ({phase}); {self.saved}", file=sys.stderr, flush=True)
             raise
-
-    def _unfinished(self) -> Metrics:
-        """What is known before there is a model."""
-        strategy = self.run.strategy
-        return Metrics(
-            schema=SCHEMA,
-            status="failed",
-            error=UNFINISHED,
-            name=self.run.recipe.name,
-            strategy=strategy.name,
-            zero_stage=strategy.zero_stage,
-            world_size=strategy.world_size,
-            model=self.run.recipe.settings.model_name_or_path,
-        )

@@ -4,7 +4,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from zero_recipes.core.tables import plain, print_texts, terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.libs import fsdp
 from zero_recipes.libs.deepspeed import forget_trace_of_generation
-from zero_recipes.metrics.read_runs import SampleRow
+from zero_recipes.metrics.read_runs import SampleRow, question, short
 
 
 @dataclass
@@ -140,11 +140,6 @@ def answer_before(trainer: Trainer, samples: list[Sample], max_new_tokens: int) 
     return answer(trainer, samples, max_new_tokens)
 
 
-def carried(samples: list[Sample], answers: Answers) -> dict[str, Any]:
-    """What a checkpoint carries of the answers before training: a resumed run's own weights are trained."""
-    return {"prompts": [sample.prompt for sample in samples], **asdict(answers)}
-
-
 def answers_carried(history: dict[str, Any], samples: list[Sample]) -> Answers | None:
     """The answers that a checkpoint's history carries; None where it has none or was given other prompts."""
     before = history.get("answers_before") or {}
@@ -197,7 +192,7 @@ def write_rows(path: Path, rows: list[SampleRow]) -> None:
 def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
     """Print the first rows and the mean scores as tables. `source`: where the prompts come from."""
     console = terminal()
-    texts = [[question(row.prompt), *map(short, (row.before, row.after, row.reference))] for row in rows[:most]]
+    texts = [[*map(short, (question(row.prompt), row.before, row.after, row.reference))] for row in rows[:most]]
     title = f"Before and after ({len(texts)} of {len(rows)} prompts, {source})"
     print_texts(title, ("prompt", "before", "after", "reference"), texts, console)
     for name in next((row.scores_after for row in rows if row.scores_after), {}):
@@ -208,14 +203,3 @@ def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
             means = zip((side for side, values in sides.items() if values), zip(*pairs, strict=True), strict=True)
             line = "  ".join(f"{sum(values) / len(pairs):8.3f} {side}" for side, values in means)
             console.print(plain(f"  {name:15s} {line}  ({len(pairs)} rows)"), soft_wrap=True)
-
-
-def question(prompt: str) -> str:
-    """A prompt without Alpaca's wrapper, for reading."""
-    inside = prompt.partition("### Instruction:\n")[2].removesuffix("### Response:\n").strip()
-    return short(inside.replace("\n\n### Input:\n", "\n") or prompt)
-
-
-def short(text: str | None, most: int = 220) -> str:
-    text = "" if text is None else text
-    return text if len(text) <= most else "... " + text[-most:]

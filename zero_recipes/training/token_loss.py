@@ -1,4 +1,4 @@
-"""One token, one weight: the loss is the mean over all tokens that count, however rows lie on ranks and micro batches.
+"""One token, one weight: the loss is the mean over all tokens that count, whichever rank and micro batch has the row.
 
 TRL 1.16 and transformers 5.23 do this in training for most models and rows. What they leave is done here.
 """
@@ -132,8 +132,8 @@ class CollatorWithRowLengths:
 
 def tokens_repeated(labels: torch.Tensor, lengths: list[int] | None, left_over: int, rank: int) -> torch.Tensor:
     """Which tokens of a rank's last batch are of repeated rows: a mask of the shape of `labels`. `lengths`: of the rows
-    that stand in one, in tokens; None where each has a line of its own. `left_over`: rows of all ranks that are no
-    repetition; they stand first, by rank."""
+    joined in one line, in tokens; None where each has a line of its own. `left_over`: rows of all ranks that are no
+    repetition; they come first, by rank."""
     rows = len(labels) if lengths is None else len(lengths)
     kept = max(0, min(rows, left_over - rows * rank))
     repeated = torch.zeros_like(labels, dtype=torch.bool)

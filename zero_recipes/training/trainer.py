@@ -16,7 +16,7 @@ from trl import SFTTrainer
 
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import recipe_facts
-from zero_recipes.checkpoint.resume import forget_resharded, load_resharded, numbered, requested_batch, saves_on_signals
+from zero_recipes.checkpoint.resume import forget_resharded, load_resharded, numbered, requested_batch
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import UNFINISHED, Preempted, first_line
 from zero_recipes.core.host import library_versions
@@ -161,7 +161,7 @@ class ZeroSFTTrainer(SFTTrainer):
         if self.answers_before is None:
             with CLOCK.phase("eval"):
                 self.answers_before = samples.answer_before(self, self.samples, self._max_new_tokens)
-        self.is_preemptible = self.recipe_run is not None and saves_on_signals(self.recipe_run.run)
+        self.is_preemptible = self.recipe_run is not None and self.recipe_run.run.saves_on_signals
         if self.is_preemptible:
             remember_signals(True)
         return prepared
@@ -363,8 +363,8 @@ class ZeroSFTTrainer(SFTTrainer):
                     save.begin_checkpoint(checkpoint)
                 self.accelerator.wait_for_everyone()  # no rank writes before the mark is there
                 super()._save_checkpoint(model, trial)
-                before = samples.carried(self.samples, self.answers_before)
-                history = self.stage_metrics.history() | {"answers_before": before}
+                prompts = {"prompts": [sample.prompt for sample in self.samples]}  # a resumed run's weights are trained
+                history = self.stage_metrics.history() | {"answers_before": prompts | vars(self.answers_before)}
                 history["evaluation_due"] = self.evaluation_due
                 self.accelerator.wait_for_everyone()  # all ranks have written
                 with rank_0_writes():
@@ -393,9 +393,8 @@ class ZeroSFTTrainer(SFTTrainer):
         facts |= {"step": self.state.global_step, "versions": library_versions()}
         if self.recipe_run is not None:
             run = self.recipe_run.run
-            facts["asked"] = requested_batch(run.recipe.settings)
+            facts |= {"asked": requested_batch(run.recipe.settings), "recipe": recipe_facts(run.settings, run.strategy)}
             facts |= {"recipe_sha256": run.recipe.sha256, "data_sha256": self.recipe_run.data.data_sha256}
-            facts |= {"recipe": recipe_facts(run.settings, run.strategy)}
         return facts
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):

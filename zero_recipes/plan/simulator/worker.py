@@ -228,7 +228,7 @@ class Watch(TrainerCallback):
                 parameter.register_post_accumulate_grad_hook(self._own_gradient)
 
     def record(self, name: str) -> None:
-        """Allocated bytes after a phase (in place of metrics/probe.py MemoryPhases)."""
+        """Allocated bytes after a phase (in place of StageMetricsCallback.record)."""
         self.bytes[name] = self.tracker.live
 
     def _own_gradient(self, parameter: torch.Tensor) -> None:
@@ -239,7 +239,7 @@ class Watch(TrainerCallback):
         self.record("engine_built")
         self.host_load = max(self.host.peaks.values(), default=0)
         self.host.forget_peaks()
-        self.probe = StateProbe(self.trainer.model, self.trainer.optimizer, self.strategy, self)
+        self.probe = StateProbe(self.trainer.model, self.trainer.optimizer, self.strategy, self.record)
         self._assign()
         # accelerate's `backward` calls the engine's `step`; without DeepSpeed the Trainer calls the optimizer's
         owner = self.trainer.model_wrapped if self.strategy.is_deepspeed else self.trainer.optimizer
