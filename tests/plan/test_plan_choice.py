@@ -1,11 +1,14 @@
-"""What the plan recommends and changes: by rows and predictions made up to order."""
+"""What the plan recommends, changes and finds the limits of: by rows and predictions made up to order."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as draw
 
 from tests.helpers.plan_jobs import GB, H100, every_strategy, job, made_up, recipe, rows_of, strategies
 from zero_recipes.metrics.schema import HostBytes
 from zero_recipes.plan import choose
-from zero_recipes.plan.choose import COST_ORDER, ORDER, recommend, smallest_change
+from zero_recipes.plan.choose import COST_ORDER, ORDER, largest, limits_of, recommend, smallest_change
+from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import EVERY, Job, PlanRequest
 from zero_recipes.plan.output import change_in_words
 from zero_recipes.plan.predict import fit_of
@@ -156,3 +159,18 @@ def test_a_change_is_to_nothing_that_does_not_help_cannot_run_or_trains_otherwis
     assert all(offloads_to_host(j) for j in offload if j.zero_stage == 2)
     host = change_for(lambda j: 10 if offloads_to_host(j) or j.settings.use_peft else 90, job("zero3"), host=99 * GB)
     assert change_in_words(host) == "LoRA (use_peft: true)"
+
+
+@settings(max_examples=300)
+@given(limit=draw.integers(0, 120), most=draw.integers(1, 100), start=draw.integers(0, 130))
+def test_a_guess_changes_only_how_many_sizes_are_tried(limit, most, start):
+    tried = []
+    assert largest(lambda size: tried.append(size) or size <= limit, most, start) == min(limit, most)
+    assert all(1 <= size <= most for size in tried) and len(tried) <= 16
+
+
+def test_what_is_just_below_the_limit_fits_and_what_is_above_does_not():
+    guess = lambda j: made_up(j, 81 * GB)  # noqa: E731
+    most = limits_of(job("zero3"), H100.memory_bytes, predict_by_formulas, guess).micro_batch_size
+    found = [predict_by_formulas(job("zero3", per_device_train_batch_size=size)) for size in (most, most + 1)]
+    assert most > 4 and [fit_of(one, H100.memory_bytes).has_slack for one in found] == [True, False]

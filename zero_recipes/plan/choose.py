@@ -1,6 +1,10 @@
-"""What to run: the rules of the choice in their order, or the change that costs least where nothing fits."""
+"""What to run: the rules of the choice in their order, or the change that costs least where nothing fits.
 
-from collections.abc import Iterator, Sequence
+And how far a job can grow. By predictions, never guessed.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -13,8 +17,10 @@ from zero_recipes.plan.formulas import overheads
 from zero_recipes.plan.job import Job, PlanRequest, Strategies, why_not
 from zero_recipes.plan.predict import Fit, Predict, fit_of
 
+MOST_SEQUENCES = 4096  # a micro batch beyond it gains nothing
 LIGHTER: dict[str, dict] = {"LoRA": {"use_peft": True}}
 LIGHTER["QLoRA"] = {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
+LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
 # what a change costs: first time, then another way of training
 COST_ORDER = ("nothing", "checkpointing", "micro batch", "stage", "offload", "LoRA")
 # the strategies of each place of the model states (on the GPUs, in the memory of each node, on NVMe), both in the order
@@ -96,6 +102,37 @@ def _smaller(job: Job) -> Iterator[tuple[str, Job]]:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """How far a job can grow on its GPUs; 0 where not even the least fits."""
+
+    micro_batch_size: int  # sequences of the recipe's max_length
+    max_length: int  # tokens, a multiple of 64 within the model's positions, with the recipe's micro batch
+
+
+def limits_of(job: Job, capacity: int, predict: Predict, guess: Predict) -> Limits:
+    """By `predict`, looked for near those by `guess`, which costs nothing."""
+    positions = job.config.get("max_position_embeddings") or job.config.get("n_positions") or 131072
+
+    def fits(by: Predict, **values: int) -> bool:  # a recipe's global_batch_size is for its own micro batch
+        return fit_of(by(job.changed(global_batch_size=None, **values)), capacity).has_slack
+
+    batch = length = 1
+    for by in (guess, predict):
+        batch = largest(lambda size, by=by: fits(by, per_device_train_batch_size=size), MOST_SEQUENCES, batch)
+        length = largest(lambda n, by=by: fits(by, max_length=LENGTH_STEP * n), positions // LENGTH_STEP, length)
+    return Limits(batch, LENGTH_STEP * length)
+
+
+def largest(fits: Callable[[int], bool], most: int, start: int) -> int:
+    """The largest size up to `most` that fits, 0 for none: by bisection, near `start` if it is there."""
+    low, high = 0, most
+    for size in (start * 3 // 4, start * 5 // 4):
+        if low < size < high:
+            low, high = (size, high) if fits(size) else (low, size - 1)
+    return low + bisect_left(range(low + 1, high + 1), True, key=lambda size: not fits(size))
+
+
+@dataclass(frozen=True)
 class Row:
     """One strategy on one number of GPUs."""
 
@@ -104,6 +141,7 @@ class Row:
     fit: Fit
     speed: Speed  # of the rows; where their lengths are not known, every sequence is taken to be as long as it may be
     change: Change | None = None  # only where it does not fit, and where there is one
+    limits: Limits | None = None  # only where they are requested
 
     @property
     def runs(self) -> bool:

@@ -14,7 +14,7 @@ from rich.text import Text
 from zero_recipes.core.files import write_json
 from zero_recipes.core.tables import terminal, working
 from zero_recipes.plan import output
-from zero_recipes.plan.choose import best_machine, lighter, on_each_machine, rows_of
+from zero_recipes.plan.choose import best_machine, lighter, limits_of, on_each_machine, rows_of
 from zero_recipes.plan.cost import calibrated
 from zero_recipes.plan.job import PlanRequest, read_request
 from zero_recipes.plan.predict import Predict, Predictor
@@ -46,6 +46,9 @@ def answer_by(predict: Predict, arguments: argparse.Namespace, request: PlanRequ
     quick, (jobs, excluded) = Predictor(quick=True), request.jobs()
     factor = calibrated(arguments.calibrate, request, predict) if arguments.calibrate else None
     rows = rows_of(request, jobs, predict, factor)
+    if arguments.max and predict.quick == arguments.quick:
+        memory = request.gpu.memory_bytes
+        rows = [replace(row, limits=limits_of(row.job, memory, predict, quick)) for row in rows]
     machines = on_each_machine(rows, request.gpu)
     advice = best_machine(machines, by_price=arguments.price is not None)
     other_ways = lighter(request, advice, predict, quick, factor)

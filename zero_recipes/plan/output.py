@@ -142,6 +142,12 @@ def notes(answer: Answer) -> list[str]:
     found += [f"Not planned: {name}: {why}." for name, why in excluded.items()]
     found += dict.fromkeys(note for row in rows for note in row.prediction.notes)
     for row in rows:
+        if row.job.zero_stage == 3 and row.job.world_size > 1 and not (row.job.recomputes or row.job.keeps_gathered):
+            found.append(
+                f"{row.job.strategy}: before 0.19.4 DeepSpeed keeps up to {size(2 * row.prediction.parameters)} of "
+                "gathered weights until backward, unless zero.Init built the model (DeepSpeed#8189). Plan that with "
+                "memory_efficient_linear: false in zero_optimization."
+            )
         if row.change:
             words = f"{change_in_words(row.change)} ({size(row.change.fit.margin)} left)"
             found.append(f"{row.job.strategy}: the change that costs least: {words}.")
@@ -258,6 +264,10 @@ def short_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
             ),
         ),
     ]
+    if any(row.limits for row in answer.rows):
+        limit = lambda named, key: f"{getattr(named[1].limits, key):,}" if named[1].limits else ""  # noqa: E731
+        columns.append(Column("Largest\nmicro batch", lambda named: limit(named, "micro_batch_size")))
+        return named, [*columns, Column("Longest\nsequences", lambda named: limit(named, "max_length"))]
     columns.append(Column("Step", lambda named: _between(named[1].speed.step_seconds, in_seconds)))
     if answer.price is None:
         return named, [
