@@ -1,6 +1,7 @@
 """metrics.json: exactly the contract's keys, and numbers that an independent count agrees with."""
 
 import json
+import sqlite3
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -63,13 +64,43 @@ def test_communication_is_what_went_through_the_collectives(epoch):
         assert 0 <= sent[strategy]["all_gather"] - 2 * psi < 64, "parameters, and the alignment of the flat groups"
 
 
-def test_a_tracker_has_speed_memory_and_communication_of_each_step(two, tmp_path):
-    """As read back from tensorboard's own file."""
-    recipe = write_recipe(tmp_path, report_to="tensorboard", env={"TENSORBOARD_LOGGING_DIR": str(tmp_path / "written")})
+def of_tensorboard(folder, name):
+    return [event.value for event in EventAccumulator(str(folder)).Reload().Scalars(f"train/{name}")]
+
+
+def of_mlflow(folder, name):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    (run,) = client.search_runs(["0"])
+    return [metric.value for metric in client.get_metric_history(run.info.run_id, name)]
+
+
+def of_trackio(folder, name):
+    (path,) = folder.glob("*.db")
+    rows = [json.loads(row) for (row,) in sqlite3.connect(path).execute("select metrics from metrics order by id")]
+    return [row[f"train/{name}"] for row in rows if f"train/{name}" in row]
+
+
+TRACKERS = {
+    "tensorboard": ("TENSORBOARD_LOGGING_DIR", "{}", of_tensorboard),
+    "mlflow": ("MLFLOW_TRACKING_URI", "sqlite:///{}/mlflow.db", of_mlflow),
+    "trackio": ("TRACKIO_DIR", "{}", of_trackio),
+}
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_tracker_has_speed_memory_and_communication_of_each_step(two, tmp_path, tracker):
+    """As read back from its own file; tensorboard is installed with the tests."""
+    pytest.importorskip(tracker)
+    variable, address, values_of = TRACKERS[tracker]
+    folder = tmp_path / "written"
+    folder.mkdir()
+    environment = {variable: address.format(folder)}
+    recipe = write_recipe(tmp_path, report_to=tracker, env=environment)
     metrics = two.run("train", argv=arguments(recipe, "zero2", tmp_path / "out"))[0]["metrics"]
-    events = EventAccumulator(str(tmp_path / "written")).Reload()
     names = ("loss", "tokens_per_second", "peak_memory_bytes", "communication_bytes_per_step")
-    found = {name: [event.value for event in events.Scalars(f"train/{name}")] for name in names}
+    found = {name: values_of(folder, name) for name in names}
     assert found["loss"] == pytest.approx(metrics["loss_history"], rel=1e-3)
     peaks, highest = found["peak_memory_bytes"], max(peak["rss"] for peak in metrics["peak_memory_bytes"])
     assert peaks == sorted(peaks) and peaks[-1] <= highest * 1.001
