@@ -307,6 +307,15 @@ def test_the_fastest_with_the_same_loss_is_written(packable, tmp_path, ran, caps
     assert cli.main(argv) == 2 and "ZR863" in capsys.readouterr().err
 
 
+def test_short_steps_are_measured_for_seconds(monkeypatch, ran, packable, tmp_path):
+    """Twelve steps of 0.06 s differ by more than 10 % from run to run."""
+    monkeypatch.setattr(tune, "FIRST_SECONDS", 50.0)  # of steps of a second
+    argv = ["tune", str(packable), "--output_dir", str(tmp_path / "runs"), "--strategies", "ddp,zero2"]
+    assert cli.main(argv) == 0
+    steps = [words["max_steps"] for _, words in ran]
+    assert steps[0] == "12" and steps[1] == "50" and set(steps[1:]) == {"50", "100", "200"}
+
+
 def test_a_recipe_that_recomputes_is_tried_without_and_a_large_model_with_larger_buckets(packable, tmp_path, ran):
     read = read_recipe(packable, ["--activation_checkpointing", "true", "--max_length", "16"])
     found = tune.candidates(read, 2, 10**12, "cpu", ["ddp", "zero2"])

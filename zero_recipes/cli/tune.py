@@ -36,7 +36,7 @@ from zero_recipes.plan.predict import Predictor, fit_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 OFFLOADED = ("zero2_offload", "zero3_offload")  # where none of the others fits
-FIRST_STEPS = 12
+FIRST_STEPS, FIRST_SECONDS = 12, 6.0  # of a candidate's first run, at least: 12 short steps vary by more than 10 %
 SAMPLED = 1000  # rows, for the length of packs
 APART, PACKED_APART = 0.01, 0.1  # of the mean loss: the same rows in a step; other rows, as many tokens
 RECOMPUTES = "activation_checkpointing"
@@ -218,17 +218,25 @@ def halved(
 ) -> list[Row]:
     """All that were measured, the fastest first: those of later rounds before those of earlier ones. The first round
     may take half of the time; another one begins only if it will end in time."""
+
+    def measured(number: int, run: sweep.SweepRun) -> Row:
+        label = f"[{number}/{len(field)}, {steps} steps] {described(run)}"
+        row = measure(run, steps, label)
+        to.print(plain(f"{label}: {row.summary}"), soft_wrap=True)
+        return row
+
     steps, last, ends = FIRST_STEPS, {}, time.monotonic() + seconds
+    first = measured(1, field[0])
+    if first.speed:
+        steps = max(steps, math.ceil(FIRST_SECONDS / first.metrics.step_seconds.median))
+    ran = [first] if steps == FIRST_STEPS else []
     while True:
-        ran: list[Row] = []
-        for number, run in enumerate(field, 1):
+        for number, run in enumerate(field[len(ran) :], len(ran) + 1):
             longest = max((row.seconds for row in ran), default=0.0)
-            if steps == FIRST_STEPS and ran and ends - time.monotonic() - longest < seconds / 2:
+            if not last and ran and ends - time.monotonic() - longest < seconds / 2:
                 to.print(f"{len(field) - len(ran)} candidates are left out: there is no time for them")
                 break
-            label = f"[{number}/{len(field)}, {steps} steps] {described(run)}"
-            ran.append(measure(run, steps, label))
-            to.print(plain(f"{label}: {ran[-1].summary}"), soft_wrap=True)
+            ran.append(measured(number, run))
         for row in compared(ran):  # of its rounds the fastest counts: other load on the machine only slows one down
             fastest = max(row, last.get(row.run.name, row), key=lambda one: one.speed)
             last[row.run.name] = replace(row, metrics=fastest.metrics) if row.status == "ok" else row
@@ -238,7 +246,7 @@ def halved(
         needed = sum(row.seconds + steps * row.metrics.step_seconds.median for row in going_on)
         if len(good) < 3 or time.monotonic() + needed > ends:
             return ordered
-        field, steps = [row.run for row in going_on], 2 * steps
+        field, steps, ran = [row.run for row in going_on], 2 * steps, []
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
