@@ -55,7 +55,7 @@ TABLE = [
     ("a blank answer", eighth(PAIRS, completion=" \n"), "ZR533", ["1 of 20 rows", "row 7"], {}),
     ("silent assistants", lines([{"messages": [USER, ANSWER | {"content": ""}]}] * 8), "ZR533", ["8 of 8"], STREAMS),
     ("an empty text", eighth(TEXTS, text=""), "ZR533w", ["1 of 20", "row 7"], {}),
-    ("most answers too late", lines([LONG] * 19 + PAIRS[:1]), "ZR553w", ["truncates 19 of 20", "holds every row"], {}),
+    ("most answers too late", lines([LONG] * 19 + PAIRS[:1]), "ZR553w", ["truncates 19 of 20", "keep every row whole"], {}),
     ("all answers too late", lines([LONG] * 19), "ZR513", ["no token of train", "max_length 64"], {}),
     ("no label", lines([*IDS, IDS[0] | {"labels": [-100] * 4}]), "ZR512", ["1 rows", "first is row 20"], {}),
     ("rows of one token", lines([{"input_ids": [5]}] * 9), "ZR513", ["no token of train"], {}),
