@@ -79,6 +79,6 @@ def test_samples_that_fail_lose_no_model(two, tmp_path, strategy):
     metrics = ranks[0]["metrics"]
     assert ranks[0]["error"] == ["RuntimeError", "it broke"]
     assert (metrics["status"], metrics["failure"]["phase"]) == ("failed", "eval")
-    assert metrics["error"] == f"RuntimeError: it broke (the model in {tmp_path / 'out'} is saved and whole)"
+    assert metrics["error"] == f"RuntimeError: it broke (the model in {tmp_path / 'out'} is saved and complete)"
     assert metrics["loss_history"] == whole["metrics"]["loss_history"]
     assert verify(tmp_path / "out", deep=True) == verify(tmp_path / "whole", deep=True)

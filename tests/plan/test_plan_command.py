@@ -64,7 +64,7 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
     verbose = (tmp_path / "plan" / "plan.txt").read_text()
     assert "+18.1 GB" in verbose and verbose.count("Step: holds") == 1
-    assert "zero0: the change that costs least: zero3" in verbose
+    assert "zero0: the cheapest change that fits: zero3" in verbose
 
 
 def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monkeypatch):
@@ -141,7 +141,9 @@ def test_the_smallest_machine_is_looked_for(capsys):
     tiny = document(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
     assert set(tiny["not_planned"]["4"]) == set(strategies())  # global_batch_size 16: not by 4 processes
     assert tiny["recommendation"]["command"] == "zero-recipes train recipes/tiny.yaml --num_processes 1"
-    assert "are equally fast within the estimate's error; the lowest" in plan(capsys, "-v", name="recipes/tiny.yaml")
+    assert "are equally fast within the estimate's error; it is the lowest" in plan(
+        capsys, "-v", name="recipes/tiny.yaml"
+    )
     none = document(capsys, "--strategies", "zero3", gpus="1,2", gpu="l40s")
     last = none["rows"][-1]
     assert none["smallest_machine"] is None and last["change"]["job"] == none["recommendation"]

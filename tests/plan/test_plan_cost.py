@@ -167,7 +167,7 @@ def test_rows_are_tokenised_as_a_run_does_it_or_read_as_a_run_has_prepared_them(
     args = recipes.trl_arguments(settings, own.path).training
     rows = prepare_rows(settings, args, load_tokenizer(settings))
     found = rows_at_hand(settings, own.path)
-    assert found.source == "all 2,160 rows, as a run has prepared them"
+    assert found.source == "all 2,160 rows, as prepared by an earlier run"
     assert found.epoch == found.sequences == len(rows.train) and sum(found.lengths) == rows.audit.tokens
     assert len(found.lengths) == 2160 and found.mean == pytest.approx(few.mean, rel=0.02)
     for changes in ({"dataset_streaming": True}, {"dataset_name": "no-such/data-set"}, {"model_name_or_path": "no"}):

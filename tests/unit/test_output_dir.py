@@ -112,7 +112,7 @@ def test_what_another_program_wrote_is_neither_renamed_nor_deleted(old_run, wher
         (old_run / where / name).unlink(missing_ok=True)
     before = contents(old_run)
     for work, arguments in ((folders.refuse_occupied, (None, True)), (folders.claim_output_dir, (True,))):
-        assert "holds no run of zero-recipes" in refused(work, old_run / "out", *arguments)
+        assert "has no run of zero-recipes" in refused(work, old_run / "out", *arguments)
     assert contents(old_run) == before
 
 

@@ -316,8 +316,8 @@ def test_a_folder_outside_the_checkpoint_is_not_followed(stranger, tmp_path, mar
     plant(tmp_path / "planted" / MODEL, mark, "zip 2")
     (stranger / "latest").write_text("../../planted")
     write_manifest(stranger, {"step": 7})
-    assert "is no folder of this checkpoint" in refusal_of(reshard, stranger, 1, 2).what
-    assert "is no folder of this checkpoint" in checkpoint_fault(stranger) and not mark.exists()
+    assert "is not a folder of this checkpoint" in refusal_of(reshard, stranger, 1, 2).what
+    assert "is not a folder of this checkpoint" in checkpoint_fault(stranger) and not mark.exists()
 
 
 def test_a_model_s_own_code_is_not_run_by_check(tmp_path, mark, capsys):

@@ -85,7 +85,7 @@ class RecipeRun:
         run = self.run
         previous = once(partial(claim_output_dir, run.output_dir, run.settings.overwrite), "claims the folder")
         if previous is not None:
-            say(f"kept: what an earlier run left, in {previous}")
+            say(f"kept: the results of an earlier run, in {previous}")
         if rank() == 0:
             forms, rows = self.data.shown
             header = [*run.strategy.described(run.device, self.args), *(f"recognised    {form}" for form in forms)]
