@@ -192,7 +192,7 @@ def test_a_stated_mean_takes_the_place_of_the_rows(capsys):
     assert cli.main(["plan", TINY, "--gpus", "2", "--gpu", "h200", "--quick", "--mean_tokens", "300"]) == 2
     assert "ZR841" in capsys.readouterr().err
     said = plan(capsys, "--dataset_name", "no-such/data-set", "--strategies", "zero2", "-v")
-    assert "Rows: lengths unknown" in said and "each is taken to have 256 tokens" in said
+    assert "Rows: lengths unknown" in said and "each row is assumed to have 256 tokens" in said
 
 
 def measured(asked, rows=None, slower: float = 2.0, **changes) -> dict:

@@ -158,7 +158,7 @@ BROKEN = {
     "model parallel": ({"model": {"mp_world_size": 2}}, None, "model-parallel", "ZR731"),
     "experts": ({"model": {"num_experts": [4]}}, None, "mixture-of-experts", "ZR731"),
     "stage 0": ({"zero_optimization": {"stage": 0}}, None, "ZeRO stage 0", "ZR731"),
-    "masters alone in bf16": ({"bf16": {"bf16_master_weights_and_grads": True}}, None, "states in fp32", "ZR731"),
+    "masters alone in bf16": ({"bf16": {"bf16_master_weights_and_grads": True}}, None, "fp32 states", "ZR731"),
     "NVMe": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, None, "on NVMe", "ZR731"),
 }
 
