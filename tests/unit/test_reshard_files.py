@@ -146,7 +146,7 @@ def change_rank(number: int, change: Callable[[dict, dict], Any]) -> Callable[[P
 BROKEN = {
     "no `latest`": ({}, lambda c: (c / "latest").unlink(), "without DeepSpeed", "ZR731"),
     "a rank": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(1)).unlink(), "states of 1 of 2 ranks", "ZR729"),
-    "the manifest": ({}, lambda c: (c / save.HISTORY).write_text("{}"), "has no manifest.json", "ZR729"),
+    "the manifest": ({}, lambda c: (c / save.HISTORY).write_text("{}"), "The manifest.json of", "ZR729"),
     "steps": ({}, change_rank(1, lambda _, adam: adam[1]["step"].add_(7)), "step counters differ", "ZR729"),
     "not Adam": (
         {},

@@ -105,7 +105,7 @@ def test_numbers_are_read_only_by_deep(whole, capsys):
     path, original = whole / save.SINGLE, load_file(whole / save.SINGLE)
     broken = original[MATRIX].clone()
     broken[1, 2] = float("nan")
-    for tensor, message in ((broken, f"{MATRIX} has 1 numbers"), (torch.zeros_like(broken), f"{MATRIX} is all zero")):
+    for tensor, message in ((broken, f"{MATRIX} has 1 NaN"), (torch.zeros_like(broken), f"{MATRIX} is all zero")):
         change(path, **{MATRIX: tensor})
         verify(whole)
         assert message in fault(whole, deep=True)

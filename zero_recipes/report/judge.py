@@ -30,6 +30,7 @@ SAME_RUN = ("model", "parameters", "trainable_parameters", "world_size", "device
             "gradient_accumulation_steps", "max_length")  # fmt: skip
 LOWER_IS_BETTER = {"reference_loss"}
 JUDGED_SCORES = ("exact_match", "token_f1", "reference_loss")
+ON_CPU = "They ran on CPU processes, which says little about GPUs."
 
 
 class Judgement(NamedTuple):
@@ -68,17 +69,18 @@ def bottom_line(runs: Sequence[MeasuredRun]) -> str:
     tied = [row for row in timed if row["tokens_per_second"] >= (1 - EQUAL_SPEED) * best]
     chosen = min(tied, key=lambda row: row["state_bytes"] or math.inf, default=None)  # of equal ones the simplest
     if chosen:
-        on_cpu = " on CPU processes, which says little about GPUs" if chosen["device"] == "cpu" else ""
-        take = f"Take {chosen['label']}: it fits and is the fastest," if timed[1:] else f"{chosen['label']} reached"
+        speed = f"{units.count(chosen['tokens_per_second'])} tokens/s"
+        why = "it fits and is the fastest"
         if tied[1:]:
             others = " and ".join(row["label"] for row in tied if row is not chosen)
-            take = f"Take {chosen['label']}: it is as fast as {others} within 5 %, and none of them needs less memory,"
-        found.append(f"{take} {units.count(chosen['tokens_per_second'])} tokens/s{on_cpu}.")
+            why = f"it is as fast as {others} within 5 %, and none of them needs less memory"
+        take = f"Take {chosen['label']} ({speed}): {why}." if timed[1:] else f"{chosen['label']} reached {speed}."
+        found.append(f"{take} {ON_CPU}" if chosen["device"] == "cpu" else take)
     least = min((row for row in timed if row["state_bytes"]), key=lambda row: row["state_bytes"], default=None)
     if least and chosen["state_bytes"] and least["state_bytes"] < chosen["state_bytes"]:
         saved, slower = (1 - least[key] / chosen[key] for key in ("state_bytes", "tokens_per_second"))
         states = f"{units.size(least['state_bytes'])} of model states per process, {100 * saved:.0f} % less"
-        found.append(f"If memory is short, use {least['label']}: {states}, {100 * slower:.0f} % slower.")
+        found.append(f"If memory is short, take {least['label']}: {states}, {100 * slower:.0f} % slower.")
     for claim, (verdict, why) in [("Losses agree", _losses_equal(compared)), ("Answers improved", _answers(runs))]:
         if verdict != "cannot tell":
             found.append(f"{claim}: {verdict}. {why.split('. ')[0].removesuffix('.')}.")
@@ -147,7 +149,7 @@ def _speed(runs: Sequence[MeasuredRun]) -> Answer:
     listed = _listed(slower, lambda by: f"{units.percent(abs(by))} {'slower' if by >= 0 else 'faster'}")
     measured = f"Compared with {timed[0].label}: {listed}."
     if any(run.device == "cpu" for run in timed):
-        return "cannot tell", f"{measured} They ran on CPU processes, which says little about GPUs."
+        return "cannot tell", f"{measured} {ON_CPU}"
     low, high = STAGE3_SLOWER
     as_claimed = (low <= by <= high if label == "zero3" else abs(by) <= EQUAL_SPEED for label, by in slower.items())
     return _yes(all(as_claimed)), measured
