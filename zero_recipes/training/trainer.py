@@ -54,12 +54,11 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
 
 
 class ZeroSFTTrainer(SFTTrainer):
-    """SFTTrainer, with its own signature, whose losses are token-weighted means over all ranks, whose checkpoints are
-    whole or recognised as not, and which writes metrics.json.
+    """A drop-in replacement for TRL's SFTTrainer. Its losses are token-weighted means over all ranks, it detects
+    incomplete checkpoints, and it writes metrics.json.
 
-    Without a StageMetricsCallback among `callbacks` it makes one, for args.output_dir. Weights that are NaN or infinite
-    are in no checkpoint.
-    `recipe_run`: of run_sft.py. Such a run also ends, with Diverged, where its loss stays NaN or infinite.
+    It adds a StageMetricsCallback for args.output_dir if `callbacks` has none. It never saves NaN or infinite weights.
+    `recipe_run` is for run_sft.py only; such a run also ends with Diverged if its loss stays NaN or infinite.
 
     Private: the methods of the Trainer (transformers 5.23, trainer.py) and of SFTTrainer (TRL 1.16) with an underscore
     that are overridden here: no public event comes before a checkpoint's first file, an epoch's sampler or an engine's
