@@ -90,7 +90,7 @@ def test_a_flipped_bit_is_passed_over_and_the_rest_is_bit_for_bit(two, zero0, tm
     assert min(rest[0]["calls"]) == min(rest[1]["calls"]) == SAVED_AT
     assert checkpoint_fault(last) is None and content_fault(last) is None
     aside = folder / f"damaged-checkpoint-{STEPS}"
-    assert content_fault(aside).endswith("its checksum is another.")
+    assert content_fault(aside).endswith("its checksum differs.")
 
 
 def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp_path):

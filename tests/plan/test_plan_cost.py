@@ -167,7 +167,7 @@ def test_rows_are_tokenised_as_a_run_does_it_or_read_as_a_run_has_prepared_them(
     args = recipes.trl_arguments(settings, own.path).training
     rows = prepare_rows(settings, args, load_tokenizer(settings))
     found = rows_at_hand(settings, own.path)
-    assert found.source == "all 2,160 rows, as a run has prepared them"
+    assert found.source == "all 2,160 rows, as prepared by an earlier run"
     assert found.epoch == found.sequences == len(rows.train) and sum(found.lengths) == rows.audit.tokens
     assert len(found.lengths) == 2160 and found.mean == pytest.approx(few.mean, rel=0.02)
     for changes in ({"dataset_streaming": True}, {"dataset_name": "no-such/data-set"}, {"model_name_or_path": "no"}):
@@ -192,7 +192,7 @@ def test_a_stated_mean_takes_the_place_of_the_rows(capsys):
     assert cli.main(["plan", TINY, "--gpus", "2", "--gpu", "h200", "--quick", "--mean_tokens", "300"]) == 2
     assert "ZR841" in capsys.readouterr().err
     said = plan(capsys, "--dataset_name", "no-such/data-set", "--strategies", "zero2", "-v")
-    assert "Rows: lengths unknown" in said and "each is taken to have 256 tokens" in said
+    assert "Rows: lengths unknown" in said and "each row is assumed to have 256 tokens" in said
 
 
 def measured(asked, rows=None, slower: float = 2.0, **changes) -> dict:

@@ -261,7 +261,7 @@ def test_the_time_of_all_simulations_together_is_limited(monkeypatch, tmp_path):
     for name in ("zero1", "zero2"):
         found = predict(job(name))
         assert found.source == "formulas"
-        assert found.notes[0] == f"{name} is by formulas: simulations were given 0 s."
+        assert found.notes[0] == f"{name} uses formulas, because the simulations took longer than 0 s."
     assert not (tmp_path / "plans").exists()  # nothing was kept for a later program
 
 
@@ -269,4 +269,4 @@ def test_a_simulation_that_crashes_is_answered_by_formulas_with_its_error(monkey
     monkeypatch.setattr(simulation, "WORKER", ("-c", "raise SystemExit('a library has changed')"))
     found = Predictor(folder=tmp_path)(job("zero2"))
     assert found.source == "formulas"
-    assert found.notes[0] == "zero2 is by formulas: its simulation failed (a library has changed)."
+    assert found.notes[0] == "zero2 uses formulas, because its simulation failed (a library has changed)."

@@ -148,7 +148,7 @@ def test_what_has_no_counterpart_is_refused_by_name_unless_it_is_allowed(tmp_pat
     assert cli.main(["import", "a.yml"]) == 2 and not (tmp_path / "a.recipe.yaml").exists()
     assert f"`{key}` in a.yml has no counterpart" in capsys.readouterr().err
     assert cli.main(["import", "a.yml", "--allow", key]) == 0
-    assert f"# another training: {key}: " in (tmp_path / "a.recipe.yaml").read_text()
+    assert f"# training differs: {key}: " in (tmp_path / "a.recipe.yaml").read_text()
     assert cli.main(["import", "a.yml", "--allow", key]) == 2, "it is not written over"
 
 

@@ -163,7 +163,7 @@ def test_room_and_buffers_of_nvme(large, tmp_path):
 
     assert findings() == []
     ((full,), (narrow,)) = findings(free=10**6), findings(buffer_size=1000)
-    assert (full.code, full.level) == ("ZR619", "error") and f"to {tmp_path}, which has 1.00 MB free" in full.what
+    assert (full.code, full.level) == ("ZR619", "error") and f"to {tmp_path}, which has only 1.00 MB free" in full.what
     assert (narrow.code, narrow.level) == ("ZR620", "error") and "buffer_size 1,000" in narrow.what
 
 

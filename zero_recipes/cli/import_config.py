@@ -46,7 +46,7 @@ class Draft:
             self.recipe[key] = merged, why
 
     def remarks(self) -> list[str]:
-        titles = {"not done here": self.loses, "another training": self.changes, "note": self.note}
+        titles = {"not supported": self.loses, "training differs": self.changes, "note": self.note}
         return [f"{title}: {key}: {effect}" for title, items in titles.items() for key, effect in items.items()]
 
     def text(self) -> str:
@@ -97,7 +97,7 @@ def translated(path: Path, recipe: Path) -> Draft:
     if args := draft.recipe.get("optim_args", ({}, ""))[0]:
         draft.put("the optimizer's keys", optim_args=", ".join(f"{key}={value}" for key, value in args.items()))
     if not draft.recipe["datasets"][0] and not draft.changes:
-        draft.changes["datasets"] = "there is none in the file"
+        draft.changes["datasets"] = "the file names none"
     return draft
 
 
@@ -151,7 +151,7 @@ def _flat(theirs: Mapping[str, Any], nested: Sequence[str]) -> dict[str, Any]:
 def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
     """One key by its row of the table."""
     value, why = draft.theirs.get(key), key
-    unknown = {"changes": f"this key is not known here, with the value {value!r}"}
+    unknown = {"changes": f"this key is unknown to zero-recipes (value {value!r})"}
     row, tuned = row or unknown, table(draft.source).get("tuned")
     if value is None:
         value, why = row.get("default"), f"{draft.source}'s default"
@@ -164,7 +164,7 @@ def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
     if values is not None:
         for one in value if isinstance(value, list) else [value]:
             known = values.get(str(one).lower() if isinstance(one, bool) else one)
-            draft.changes |= {key: f"{one!r} is not known here"} if known is None else {}
+            draft.changes |= {key: f"the value {one!r} is not supported"} if known is None else {}
             draft.put(why, **(known or {}))
     elif "to" in row:
         value = float(value) if row.get("number") else [value] if row.get("list") and isinstance(value, str) else value
@@ -194,7 +194,7 @@ def _template(draft: Draft, name: str | None, mask: str, content: str = "m['cont
         sets = "".join(f"{{%- set {key} = {json.dumps(value)} %}}\n" for key, value in known.items())
         draft.files[file] = sets + table("templates")[body].replace("m['content']", f"({content})")
     else:
-        draft.changes["template"] = f"{name!r} is not known here"
+        draft.changes["template"] = f"the template {name!r} is not supported"
     draft.loses |= {"template": parts["loses"]} if "loses" in parts else {}
     draft.put(f"template {name}", chat_template_path=str(file), **parts.get("sets", {}))
 
@@ -209,11 +209,11 @@ def _sharding(draft: Draft) -> None:
     elif named and "." not in named:  # ms-swift's own, which have the names of those here
         draft.put("deepspeed", deepspeed=f"{named}.json")
     elif named:
-        draft.loses["deepspeed"] = f"{named} is not here; zero-recipes plan finds a strategy"
+        draft.loses["deepspeed"] = f"{named} was not found; zero-recipes plan recommends a strategy"
     elif any(value for key, value in draft.theirs.items() if key.partition(".")[0] in ("fsdp", "fsdp_config")):
         draft.put("fsdp", accelerate_config="zero2.yaml" if draft.theirs.get("load_in_8bit") else "fsdp2.yaml")
         if draft.theirs.get("load_in_8bit"):
-            draft.loses["fsdp"] = "weights in 8 bits are whole on every GPU (ZeRO-2): FSDP2 cannot shard them"
+            draft.loses["fsdp"] = "every GPU holds all 8-bit weights (ZeRO-2), because FSDP2 cannot shard them"
 
 
 def _upwards(path: Path, named: str) -> Path | None:
@@ -238,7 +238,7 @@ def _axolotl(draft: Draft, theirs: Mapping[str, Any]) -> None:
     for one in sets:
         odd = [key for key in one if key not in known["read"] and one[key] not in (None, known["usual"].get(key))]
         if not kinds <= {"alpaca", "chat_template", "completion"} or odd or len(kinds) > 1:
-            draft.changes["datasets"] = f"type {', '.join(sorted(kinds))}, {odd or 'in this form'}, is not known here"
+            draft.changes["datasets"] = f"type {', '.join(sorted(kinds))}, {odd or 'in this form'}, is not supported"
         columns = {"text": one.get("field")} if kinds == {"completion"} else {"messages": one.get("field_messages")}
         more = {key: one.get(key) for key in ("name", "split", "data_files")}
         entries.append(_entry(one["path"], columns=columns, **more))
@@ -248,10 +248,10 @@ def _axolotl(draft: Draft, theirs: Mapping[str, Any]) -> None:
     elif kinds == {"chat_template"}:
         _template(draft, sets[0].get("chat_template") or theirs.get("chat_template"), "answer")
         if not {"eot_tokens", "special_tokens.eos_token"} & theirs.keys():
-            draft.note["eot_tokens"] = "the end of a turn has loss; in axolotl only where it is the eos_token"
+            draft.note["eot_tokens"] = "the end of a turn is supervised; in axolotl only if it is the eos_token"
         if theirs.get("train_on_inputs"):
-            draft.changes["train_on_inputs"] = "the words of all roles have loss, without what the template writes"
-    draft.put("axolotl's default, there at most 100 steps", warmup_steps=0.03)
+            draft.changes["train_on_inputs"] = "the text of all roles is supervised, without the template's own tokens"
+    draft.put("axolotl's default, where it is at most 100 steps", warmup_steps=0.03)
     epochs = theirs.get("num_epochs", 1)
     for verb, usual in (("save", "epoch"), ("eval", "no")):
         often, steps = theirs.get(f"{verb}s_per_epoch") or 0, theirs.get(f"{verb}_steps")
@@ -277,13 +277,13 @@ def _factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
         path = str(info.with_name(row["file_name"])) if "file_name" in row else row.get("hf_hub_url")
         odd = {*row.get("columns", {})} - {*renamed} | {"ranking", "folder"} & row.keys()
         if odd or path is None:
-            draft.changes["dataset"] = f"{name} has {', '.join(sorted(odd)) or 'no file or name of the hub'}"
+            draft.changes["dataset"] = f"{name} has {', '.join(sorted(odd)) or 'no file and no Hub name'}"
             continue
         count, columns = theirs.get("max_samples"), {renamed[key]: old for key, old in row.get("columns", {}).items()}
         split = f"{row.get('split', 'train')}[:{count}]" if count else row.get("split")
         entries.append(_entry(path, columns=columns, split=split, name=row.get("subset")))
     draft.put("dataset, by dataset_info.json", datasets=entries)
-    draft.note["cutoff_len"] = "a longer row is cut at its end here, there in proportion in prompt and answer"
+    draft.note["cutoff_len"] = "longer rows are truncated at the end; there, prompt and answer in proportion"
     _sharding(draft)
 
 
@@ -297,9 +297,9 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     for path, _, count in (named.partition("#") for named in sets):
         known = rows["hub"].get(path, {"path": path})
         if path not in rows["hub"] and Path(path).suffix not in FORMATS:
-            draft.changes["dataset"] = f"{path} is a name of ModelScope, which the hub may not have"
+            draft.changes["dataset"] = f"{path} is a ModelScope name, which the Hub may not have"
         if ("content" in known and len(sets) > 1) or known.get("think", parts.get("think")) != parts.get("think"):
-            draft.changes["dataset"] = f"swift rewrites the rows of {path} alone"
+            draft.changes["dataset"] = f"swift rewrites the rows of {path} only"
         if known.get("download"):
             draft.note[path] = f"first modelscope download --dataset {path} --local_dir {Path(known['path']).parent}"
         content, replaced = known.get("content", content), replaced | known.get("replace", {})
@@ -307,12 +307,12 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
         whole, rest = divmod(int(count), size or int(count) + 1) if count else (1, 0)
         entries += [_entry(known["path"]) for _ in range(whole)]
         if rest:
-            again = "" if size else "; swift takes fewer rows several times"
-            draft.loses["dataset"] = f"the first {rest} rows, where swift draws {rest}{again}"
+            again = "" if size else ", and repeats a smaller data set"
+            draft.loses["dataset"] = f"the first {rest} rows; swift draws {rest} at random{again}"
             entries.append(_entry(known["path"], split=f"train[:{rest}]"))
     replaced = {old: theirs.get(new) if new in rows["keys"] else new for old, new in replaced.items()}
     for old in (old for old, new in replaced.items() if not isinstance(new, str)):
-        draft.changes["dataset"] = f"{old} in its rows becomes one name or two, by their language"
+        draft.changes["dataset"] = f"swift replaces {old} in the rows by names that depend on their language"
     silent = {"body": "answers", "empty_thoughts": False} if theirs.get("loss_scale") == "ignore_empty_think" else {}
     more = silent | {key: theirs[key] for key in theirs if key == "system"}
     filters = "".join(f" | replace({json.dumps(old)}, {json.dumps(new)})" for old, new in replaced.items())
@@ -334,27 +334,27 @@ def _torchtune(draft: Draft, theirs: Mapping[str, Any]) -> None:
         row = known["data"].get(one.get("_component_", "").rpartition(".")[2], {"path": None, "all": False})
         odd = [key for key in one if key not in known["read"] and one[key] is not None]
         if odd or "dataset_format" not in row:
-            draft.changes["dataset"] = f"{one.get('_component_')}, {odd or 'of this kind'}, is not known here"
+            draft.changes["dataset"] = f"{one.get('_component_')}, {odd or 'of this kind'}, is not supported"
         columns = one.get("column_map") or {"messages": one.get("conversation_column")}
         more = {key: one.get(key, row.get(key)) for key in ("name", "split", "data_files", "dataset_format")}
         entries.append(_entry(str(one.get("source", row["path"])), columns=columns, **more))
         loss.add((bool(one.get("train_on_input", row["all"])), bool(one.get("packed"))))
     if len(loss) > 1:
-        draft.changes["dataset"] = "loss on the prompts, or packs, of some data sets only"
+        draft.changes["dataset"] = "only some data sets have a loss on prompts, or packing"
     everything, packing = max(loss, default=(False, False))
     draft.put("dataset", datasets=entries, packing=packing)
     tokenizer = str(theirs.get("tokenizer._component_")).rpartition(".")[2]
     _template(draft, tokenizer, "template", loss=["user", "assistant"] if everything else ["assistant"])
     of, _, builder = str(theirs.get("model._component_")).rpartition(".")
     if not of.startswith("torchtune.models"):
-        draft.changes["model"] = f"{of}.{builder} is not known here"
+        draft.changes["model"] = f"{of}.{builder} is not supported"
     if builder.startswith(("lora_", "qlora_")):
         named = [*theirs.get("model.lora_attn_modules", []), *(key for key in known["modules"] if theirs.get(key))]
         modules = [module for name in named for module in known["modules"].get(name, [name])]
         draft.put("model", use_peft=True, lora_target_modules=modules)
-        draft.note["save_adapter_weights_only"] = "an adapter is saved alone; zero-recipes export merges it"
+        draft.note["save_adapter_weights_only"] = "only the adapter is saved; zero-recipes export merges it"
     elif theirs.get("optimizer.weight_decay") != 0:
-        draft.loses["optimizer.weight_decay"] = "the scales of the norms do not decay, as transformers has it"
+        draft.loses["optimizer.weight_decay"] = "norm weights have no weight decay, as in transformers"
     if builder.startswith("qlora_") or theirs.get("model.quantize_base"):
         draft.put("model", **known["quantized"])
     if theirs.get("max_steps_per_epoch") and theirs.get("epochs") != 1:

@@ -76,7 +76,7 @@ def tune(arguments: argparse.Namespace) -> int:
     rows = halved(field, measure, 60 * arguments.minutes, console)
     print_columns([Column("Candidate", lambda row: described(row.run))], MEASURED, rows, console)
     if rows[0].status != "ok":
-        console.print(f"none has run; the logs are below {folder}")
+        console.print(f"no candidate finished; see the logs in {folder}")
         return 1
     config = rows[0].run.config_in(new.with_suffix(""))
     launch = f"accelerate launch --config_file {config} --num_processes {processes} run_sft.py"
@@ -166,9 +166,9 @@ def described(run: sweep.SweepRun) -> str:
     words += [f"packs of {values['max_length']}"] if "packing" in values else []
     if "per_device_train_batch_size" in values:
         words.append(f"{values['per_device_train_batch_size']} x {values['gradient_accumulation_steps']}")
-    words += [f"recomputing {'on' if values[RECOMPUTES] else 'off'}"] if RECOMPUTES in values else []
+    words += [f"activation checkpointing {'on' if values[RECOMPUTES] else 'off'}"] if RECOMPUTES in values else []
     words += ["larger buckets"] if any("." in key for key in values) else []
-    return ", ".join(words if values else [*words, "as it is"])
+    return ", ".join(words if values else [*words, "unchanged"])
 
 
 # how it is measured
@@ -195,7 +195,7 @@ class Row:
     @property
     def status(self) -> str:
         limit = PACKED_APART if "packing" in self.run.values else APART
-        return "another loss" if self.apart is not None and not self.apart <= limit else self.metrics.status
+        return "loss differs" if self.apart is not None and not self.apart <= limit else self.metrics.status
 
     @property
     def summary(self) -> str:
@@ -209,7 +209,7 @@ MEASURED = [
     Column("Steps", lambda row: str(row.steps)),
     Column("Step", lambda row: f"{significant(row.metrics.step_seconds.median)} s" if row.speed else ""),
     Column("Tokens/s", lambda row: count(row.speed or None)),
-    Column("Loss apart", lambda row: percent(row.apart)),
+    Column("Loss difference", lambda row: percent(row.apart)),
 ]
 
 
@@ -234,7 +234,7 @@ def halved(
         for number, run in enumerate(field[len(ran) :], len(ran) + 1):
             longest = max((row.seconds for row in ran), default=0.0)
             if not last and ran and ends - time.monotonic() - longest < seconds / 2:
-                to.print(f"{len(field) - len(ran)} candidates are left out: there is no time for them")
+                to.print(f"{len(field) - len(ran)} candidates were skipped for lack of time")
                 break
             ran.append(measured(number, run))
         for row in compared(ran):  # of its rounds the fastest counts: other load on the machine only slows one down
@@ -264,7 +264,7 @@ def header(rows: Sequence[Row], processes: int) -> list[str]:
     card, facts = rows[0].metrics.device, hardware_facts("cpu")
     machine = f"{facts['cpu']}, {facts['cpu_cores']} cores" + ("" if card == "cpu" else f", {card}")
     lines = [f"  {described(row.run)}: {row.summary[:100]}" for row in rows]
-    return [f"Measured by zero-recipes tune, {processes} processes, {machine}; the fastest is this recipe:", *lines]
+    return [f"Measured by zero-recipes tune, {processes} processes, {machine}; this recipe is the fastest:", *lines]
 
 
 def tuned(recipe: Recipe, run: sweep.SweepRun, header: Sequence[str]) -> str:

@@ -78,7 +78,7 @@ def fetch_kernel(attn_implementation: str | None) -> None:
         folder = Path(install_kernel(repository, revision=revision or kernel_version(repository)))
         print(f"{kernel}: {units.size(_bytes_in(folder.rglob('*')))}")
     except Exception as error:  # of kernels, huggingface_hub and the network, of many kinds
-        print(f"{kernel} is not fetched: {first_line(error)}")
+        print(f"{kernel} was not downloaded: {first_line(error)}")
 
 
 def _bytes_in(paths: Iterable[Path]) -> int:
@@ -130,7 +130,7 @@ def verify(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     found = "{tensors} tensors, {parameters:,} parameters, {bytes:,} bytes".format_map(whole)
-    print(f"{arguments.folder}: whole, {found}")
+    print(f"{arguments.folder}: complete, {found}")
     return 0
 
 
@@ -158,8 +158,8 @@ def reshard(arguments: argparse.Namespace) -> int:
 
     to = (arguments.world_size, arguments.stage)
     folder, batch = reshard(arguments.checkpoint, *to, arguments.skip_checksums, arguments.trust_checkpoint)
-    print(f"written: {folder}", f"global batch kept: {batch.total} sequences ({batch})", sep="\n")
-    print(f"go on with:\n{resume_command(folder, batch, read_manifest(folder)['strategy'])}")
+    print(f"written: {folder}", f"global batch unchanged: {batch.total} sequences ({batch})", sep="\n")
+    print(f"resume with:\n{resume_command(folder, batch, read_manifest(folder)['strategy'])}")
     return 0
 
 
@@ -167,7 +167,7 @@ def meet(arguments: argparse.Namespace) -> int:
     from zero_recipes.distributed.group import wait_for_hosts
 
     wait_for_hosts(arguments.hosts, arguments.machine_rank, arguments.port, arguments.seconds)
-    print(f"{len(arguments.hosts)} machines have met: {', '.join(arguments.hosts)}")
+    print(f"{len(arguments.hosts)} machines reach each other: {', '.join(arguments.hosts)}")
     return 0
 
 
@@ -181,7 +181,7 @@ def ask(arguments: argparse.Namespace) -> int:
 def explain(arguments: argparse.Namespace) -> int:
     code = arguments.code.upper()
     if code not in table():
-        print(f"there is no code {code}; docs/codes.md lists all", file=sys.stderr)
+        print(f"unknown code {code}; docs/codes.md lists all codes", file=sys.stderr)
         return REFUSED
     row = described(code)
     print(f"{code} ({row['area']}, {row['level']}): {row['what']}")
@@ -189,7 +189,7 @@ def explain(arguments: argparse.Namespace) -> int:
     if "ignore" in row:
         print(f"    --ignore {code} makes it a warning: {row['ignore']}")
     elif row["level"] != "warning":
-        print("    --ignore does not take it: the run would stop, or be wrong")
+        print("    It cannot be ignored: the run would stop, or be wrong")
     if "example" in row:
         print("", "example:", *(f"    {line}" for line in row["example"].splitlines()), sep="\n")
     return 0

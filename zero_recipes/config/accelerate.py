@@ -49,7 +49,7 @@ def read_accelerate_file(path: Path) -> "ClusterConfig":
             raise TypeError("it is for Amazon SageMaker, which starts its own machines")
         for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):
             if not isinstance(getattr(config, name), dict):  # accelerate does not check types
-                raise TypeError(f"{name} is no mapping")
+                raise TypeError(f"{name} is not a mapping")
         for name in ("num_processes", "num_machines"):
             setattr(config, name, max(1, int(getattr(config, name) or 1)))  # None and -1: the file does not say
     return config
@@ -67,7 +67,7 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
     refuse_what_no_launch_takes(config, config_file)
     count = num_processes or config.num_processes
     options = ["--config_file", str(config_file), "--num_processes", str(count), "--main_process_port", "0"]
-    with library_error_as_finding(f"launching by {config_file}"), quiet(), clear_environment():
+    with library_error_as_finding(f"launching with {config_file}"), quiet(), clear_environment():
         args, _, has_precision = _validate_launch_command(launch_command_parser().parse_args([*options, "run_sft.py"]))
         fields = [*config.deepspeed_config, *(["mixed_precision"] if has_precision else [])]
         args.deepspeed_fields_from_accelerate_config = ",".join(map(str, fields))

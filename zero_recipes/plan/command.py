@@ -73,7 +73,7 @@ def _shown_meanwhile(draft: output.Answer, as_json: bool) -> Iterator[None]:
         return
     with console.capture() as shown:
         output.print_answer(draft, console)
-        console.print("The simulated engine's answer follows.\n", style="yellow")
+        console.print("The results of the simulated engine follow.\n", style="yellow")
     with Live(Text.from_ansi(shown.get()), console=console, auto_refresh=False, transient=True):
         yield
 

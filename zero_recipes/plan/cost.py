@@ -64,9 +64,9 @@ def how_good(job: Job, gpu: Gpu) -> str:
         return f"Step: not fitted to any published time of {', '.join(name for name in lacking if lacking[name])}."
     regime = regime_of(job)
     inside, rows, left_out = constants()["holds"][regime]
-    blind = "; of blind rows {} of {}".format(*constants()["blind"][regime]) if regime in constants()["blind"] else ""
-    kind = f"published times of its kind ({regime})"
-    return f"Step: holds {inside} of {rows} {kind}, {left_out} by ranges fitted without their source{blind}."
+    blind = "; {} of {} in a blind test".format(*constants()["blind"][regime]) if regime in constants()["blind"] else ""
+    kind = f"published times of this kind ({regime})"
+    return f"Step: {inside} of {rows} {kind} are in the range, {left_out} if fitted without their source{blind}."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:

@@ -242,11 +242,11 @@ class PlanRequest:
 
     def _excluded(self, strategy: str, job: Job) -> str | None:
         if job.world_size == 1 and strategy in ON_SEVERAL and len(self.strategies) > 1:
-            return "one GPU has no other to share with or to send to"
+            return "one GPU has no other GPU to share with"
         if strategy == SINGLE and job.world_size > 1:
-            return "it is one process"
+            return "it uses a single process"
         if job.on_nvme and self.nvme is None and len(self.strategies) == len(EVERY):
-            return "--nvme says how much of it each machine has"
+            return "--nvme must give the size of each machine's disk"
         return why_not(job)
 
     def command(self, job: Job) -> str:

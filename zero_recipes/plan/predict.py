@@ -21,7 +21,7 @@ from zero_recipes.plan.job import Job
 from zero_recipes.plan.simulator import parent as simulation
 
 Predict = Callable[[Job], Prediction]
-BY_FORMULAS = " is by formulas: "  # in a note; a reason follows
+BY_FORMULAS = " uses formulas, because "  # in a note; a reason follows
 
 
 class Predictor:
@@ -59,7 +59,7 @@ class Predictor:
         for (key, job), found in zip(missing.items(), predictions, strict=True):
             if isinstance(found, str):
                 reason = f"its simulation failed ({found.splitlines()[-1]})"
-                reason = f"simulations were given {self.seconds:.0f} s" if is_late else reason
+                reason = f"the simulations took longer than {self.seconds:.0f} s" if is_late else reason
                 self._known[key] = by_formulas(job, reason)
                 continue
             self._known[key] = found
