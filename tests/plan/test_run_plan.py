@@ -52,7 +52,7 @@ def answered(monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "need", "code", "level", "says"),
     [
-        ({}, lambda j: 90, "ZR816", "error", "zero-recipes plan recipes/pythia.yaml names what fits"),
+        ({}, lambda j: 90, "ZR816", "error", "zero-recipes plan recipes/pythia.yaml shows what fits"),
         ({"compared": False}, lambda j: 90, "ZR816", "warning", "at least 90.0 GB on each"),
         ({"source": "formulas"}, lambda j: 90, "ZR816", "warning", "textbook formulas"),
         ({"others": 12}, lambda j: 70, "ZR816", "error", "80.0 GB, 68.0 GB of it free"),

@@ -263,21 +263,15 @@ def test_the_report_begins_with_what_it_comes_to(report, tmp_path):
     folder, page, printed = report
     content = json.loads((folder / "report.json").read_text())
     line = content["bottom_line"]
-    assert line.startswith(
-        "Take zero2 (970 tokens/s): it is as fast as zero0 and zero1 within 5 %, and none of them needs"
-    )
+    assert line.startswith("Take zero2 (970 tokens/s): it is as fast as zero0 and zero1 within 5 %, and none ")
     assert line.endswith("Not finished: ddp (oom).")
     assert "take zero3: 8.00 MB" in line and "Losses agree: no. The loss is not finite" in line
     assert " ".join(printed.split()).startswith(line) and page.index("within 5 %") < page.index("<h2>Pictures")
     speeds = {name: {"tokens_per_second": {"non_padding": rate}} for name, rate in (("zero1", 800.0), ("zero2", 700.0))}
-    assert bottom_line(sweep(tmp_path, speeds)).startswith(
-        "Take ddp (1,000 tokens/s): it is as fast as zero0 within 5 %, and"
-    )
+    assert bottom_line(sweep(tmp_path, speeds)).startswith("Take ddp (1,000 tokens/s): it is as fast as zero0 with")
     speeds["zero0"] = {"tokens_per_second": {"non_padding": 940.0}}
     line = bottom_line(sweep(tmp_path, speeds))
-    assert (
-        line.startswith("Take ddp (1,000 tokens/s): it fits and is the fastest.") and "50 % less, 25 % slower" in line
-    )
+    assert line.startswith("Take ddp (1,000 tokens/s): it fits and is the fa") and "50 % less, 25 % slower" in line
 
 
 def test_prompts_are_shown_without_alpacas_wrapper(tmp_path):

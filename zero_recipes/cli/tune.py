@@ -209,7 +209,7 @@ MEASURED = [
     Column("Steps", lambda row: str(row.steps)),
     Column("Step", lambda row: f"{significant(row.metrics.step_seconds.median)} s" if row.speed else ""),
     Column("Tokens/s", lambda row: count(row.speed or None)),
-    Column("Loss difference", lambda row: percent(row.apart)),
+    Column("Loss diff", lambda row: percent(row.apart)),
 ]
 
 

@@ -25,8 +25,8 @@ from zero_recipes.plan.predict import BY_FORMULAS, Predict, Predictor, fit_of
 
 NAMED = 10**9  # bytes; less may be the process's own: contexts and communicators differ by GPU and driver
 PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
-SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
-STATUSES = {"fits": "fits into", "tight": "tight in", "no": "does not fit into"}
+SOURCES = {"engine": "the simulated engine", "formulas": "textbook formulas"}
+STATUSES = {"fits": "fits into", "tight": "is tight in", "no": "does not fit into"}
 
 
 def main() -> None:
