@@ -128,7 +128,7 @@ def silent(run: Candidate) -> dict[str, Any]:
     quantized = settings.load_in_4bit or settings.load_in_8bit
     dtype, loading = RUN_DTYPES.get(settings.precision), settings.accelerator_config
     adapter = {"peft_type": "LORA", "init_lora_weights": True} | (settings.peft_config or {})
-    start = str(adapter["init_lora_weights"])
+    start, own_groups = str(adapter["init_lora_weights"]), re.search("galore|apollo|lomo", str(settings.optim).lower())
     return {
         "hub_strategy": settings.push_to_hub and settings.hub_strategy not in ("every_save", "end"),
         "jit_checkpoint": settings.enable_jit_checkpoint,
@@ -145,6 +145,8 @@ def silent(run: Candidate) -> dict[str, Any]:
         and (
             quantized or settings.use_dora or run.strategy.is_fsdp or {"rank_pattern", "alpha_pattern"} & adapter.keys()
         ),
+        "loraplus": settings.loraplus_lr_ratio is not None
+        and (not settings.use_peft or adapter["peft_type"] != "LORA" or run.value("optimizer") or own_groups),
         "quantized_random": quantized and settings.random_weights,
         "eight_bit_stage_3": settings.load_in_8bit and run.stage == 3,
         "four_bit_fsdp": settings.load_in_4bit and run.strategy.is_fsdp and storage != dtype,
