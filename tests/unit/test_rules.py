@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, GPT2Config, LlamaConfig
 
 from tests.helpers import faults
 from tests.helpers.damage import refusal_of
@@ -97,6 +97,14 @@ def test_lora_with_another_tokenizers_chat_template_on_tied_embeddings(found, tm
         llama_config(tie_word_embeddings=tied).save_pretrained(tmp_path)
         AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(tmp_path)
         assert (("error", "lora_template") in found(keys | {"model_name_or_path": str(tmp_path)})) is tied
+
+
+def test_linear_layers_that_bitsandbytes_passes_over(found, tmp_path):
+    """GPT-2's are Conv1D, which it does replace."""
+    for config, passes in ((FalconConfig, True), (GPT2Config, False), (LlamaConfig, False)):
+        config(vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=4).save_pretrained(tmp_path)
+        keys = faults.FOUR | {"random_weights": False, "model_name_or_path": str(tmp_path)}
+        assert (("error", "quantizes_nothing") in found(keys)) is passes, config
 
 
 def test_the_shipped_configurations_have_no_finding(found):

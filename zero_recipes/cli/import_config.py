@@ -106,7 +106,8 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     if (command := _swift_command(text)) is not None:
         words = shlex.split(command)
         options, file = _options(words), words[0].endswith((".yaml", ".json")) and _upwards(path, words[0])
-        return "ms-swift", (yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}) | options
+        options = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}) | options
+        return "ms-swift", _exported(options, text) if "cached_dataset" in options else options
     theirs = yaml.safe_load(text)
     for source in ("axolotl", "LLaMA-Factory", "torchtune"):
         if isinstance(theirs, dict) and not theirs.keys().isdisjoint(table(source)["signs"]):
@@ -115,11 +116,11 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     raise refusal("ZR893", path=path)
 
 
-def _swift_command(script: str) -> str | None:
-    """The words after `swift sft`, with the script's variables, and divisions by expr; None where there are none."""
+def _swift_command(script: str, verb: str = "sft") -> str | None:
+    """The words after `swift VERB`, with the script's variables, and divisions by expr; None where there are none."""
     values = dict(re.findall(r"^(\w+)=(\S+)$", script, re.MULTILINE))
     script = re.sub(r"\$\{?(\w+)\}?", lambda name: values.get(name[1], name[0]), script)
-    if (found := re.search(r"^[^#\n]*\bswift sft\s((?:.*\\\n)*.*)", script, re.MULTILINE)) is None:
+    if (found := re.search(rf"^[^#\n]*\bswift {verb}\s((?:.*\\\n)*.*)", script, re.MULTILINE)) is None:
         return None
     command = re.sub(r"(^|\s)#.*", r"\1", found[1])  # shlex takes the # of data#500 for a comment, too
     each, nodes = (re.search(rf"\b{name}=(\d+)", script) for name in ("NPROC_PER_NODE", "NNODES"))
@@ -139,6 +140,19 @@ def _options(words: list[str]) -> dict[str, Any]:
             options[key].append(word)
     several = table("ms-swift")["several"]
     return {key: words if key in several else yaml.safe_load(" ".join(words)) for key, words in options.items()}
+
+
+def _exported(options: dict[str, Any], script: str) -> dict[str, Any]:
+    """The options with the data of a `swift export --to_cached_dataset` of the script, which keeps rows as they are and
+    adds their lengths (swift/pipelines/export/cached_dataset.py)."""
+    made = _options(shlex.split(_swift_command(script, "export") or ""))
+    folder, known = made.get("output_dir"), table("ms-swift")["exported"]
+    cached = {"cached_dataset": f"{folder}/train", "cached_val_dataset": f"{folder}/val"}
+    same = cached | {"model": made.get("model")}
+    if made.keys() - known or any(options.get(key) != value for key, value in same.items()):
+        return options
+    data = {key: made[key] for key in ("dataset", "split_dataset_ratio") if key in made}
+    return {key: value for key, value in options.items() if key not in cached} | data
 
 
 def _flat(theirs: Mapping[str, Any], nested: Sequence[str]) -> dict[str, Any]:
@@ -211,6 +225,8 @@ def _sharding(draft: Draft) -> None:
     elif named:
         draft.loses["deepspeed"] = f"{named} was not found; zero-recipes plan recommends a strategy"
     elif any(value for key, value in draft.theirs.items() if key.partition(".")[0] in ("fsdp", "fsdp_config")):
+        if str(draft.theirs.get("fsdp")).endswith(".json"):
+            draft.loses["fsdp"] = f"{draft.theirs['fsdp']} is not read: fsdp2.yaml shards weights, offloads nothing"
         draft.put("fsdp", accelerate_config="zero2.yaml" if draft.theirs.get("load_in_8bit") else "fsdp2.yaml")
         if draft.theirs.get("load_in_8bit"):
             draft.loses["fsdp"] = "every GPU holds all 8-bit weights (ZeRO-2), because FSDP2 cannot shard them"
@@ -267,10 +283,16 @@ def _factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
     if (kind := theirs.get("finetuning_type", "lora")) in ("lora", "oft"):
         modules = theirs.get(f"{kind}_target", "all").replace("all", "all-linear").replace(" ", "").split(",")
         draft.put(f"{kind}_target", lora_target_modules=modules)
+        if theirs.get("loraplus_lr_ratio") and any("embed" in name or name == "wte" for name in modules):
+            draft.changes["lora_target"] = "LoRA+ gives one of the two matrices of an embedding the usual learning rate"
     if kind == "lora":
         draft.put("LLaMA-Factory's default, twice the rank", lora_alpha=2 * theirs.get("lora_rank", 8))
-    info = _upwards(draft.path, f"{theirs.get('dataset_dir', 'data')}/dataset_info.json")
+    repository = str(theirs.get("dataset_dir", "data")).removeprefix("REMOTE:")
+    info, subsets = _upwards(draft.path, f"{repository}/dataset_info.json"), table("LLaMA-Factory")["remote"]
     known, entries = json.loads(info.read_text(encoding="utf-8")) if info else {}, []
+    if repository in subsets:
+        known = {name: {"hf_hub_url": repository, "subset": name} for name in subsets[repository]}
+        draft.loses["dataset_dir"] = f"subsets of {repository} by their names: its dataset_info.json is not read"
     renamed = table("LLaMA-Factory")["columns"]
     for name in map(str.strip, str(theirs.get("dataset")).split(",")):
         row = known.get(name, {})
@@ -290,6 +312,8 @@ def _factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
 def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     rows, model, entries = table("ms-swift"), str(theirs.get("model")), []
     theirs["model"] = rows["names"].get(model, model)
+    if "nproc_per_node" in theirs:
+        theirs["nproc_per_node"] //= theirs.get("sequence_parallel_size", 1)
     name = next((name for models, name in rows["models"].items() if fnmatchcase(model, models)), "of this model")
     template, content, replaced, sets = theirs.get("template", name), "m['content']", {}, theirs.get("dataset") or []
     parts = table("templates")["ms-swift"].get(template, {})
@@ -313,6 +337,8 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     replaced = {old: theirs.get(new) if new in rows["keys"] else new for old, new in replaced.items()}
     for old in (old for old, new in replaced.items() if not isinstance(new, str)):
         draft.changes["dataset"] = f"swift replaces {old} in the rows by names that depend on their language"
+    if theirs.get("loss_scale") == "all" and parts.get("think"):
+        draft.changes["loss_scale"] = "all but empty thoughts have loss"
     silent = {"body": "answers", "empty_thoughts": False} if theirs.get("loss_scale") == "ignore_empty_think" else {}
     more = silent | {key: theirs[key] for key in theirs if key == "system"}
     filters = "".join(f" | replace({json.dumps(old)}, {json.dumps(new)})" for old, new in replaced.items())

@@ -44,6 +44,7 @@ class RecipeArguments:
     random_weights: bool = _key("random_weights", False)
     allow_keys: list[str] | None = _key("allow_keys", None)  # noqa: RUF009
     peft_config: dict | str | None = _key("peft_config", None)  # noqa: RUF009
+    loraplus_lr_ratio: float | None = _key("loraplus_lr_ratio", None)
     save_model: bool = _key("save_model", True)
     save_on_signal: bool = _key("save_on_signal", True)
     stop_after_nonfinite_steps: int = _key("stop_after_nonfinite_steps", 3)

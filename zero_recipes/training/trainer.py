@@ -9,6 +9,7 @@ from typing import NoReturn, Self
 
 import datasets
 import torch
+from peft.optimizers import create_loraplus_optimizer
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
@@ -133,6 +134,17 @@ class ZeroSFTTrainer(SFTTrainer):
                     raise
                 step = self.state.global_step + 1
                 raise Diverged(f"the gradients of step {step} overflow fp16 at the smallest loss scale") from error
+
+    def create_optimizer(self, model=None):
+        """LoRA+: PEFT's groups of parameters have learning rates of their own."""
+        ratio = self.recipe_run and self.recipe_run.run.settings.loraplus_lr_ratio
+        if ratio is not None and self.optimizer is None:
+            kind, keywords = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            keywords |= {"loraplus_lr_ratio": ratio, "loraplus_weight_decay": self.args.weight_decay}
+            self.optimizer = create_loraplus_optimizer(model or self.model, kind, **keywords)
+            groups = self.optimizer.param_groups
+            groups[:] = [one for one in groups if one["params"]]  # FSDP2 resumes with at most one empty group
+        return super().create_optimizer(model)
 
     def _load_history(self, checkpoint: str | bool | None) -> None:
         """The history that a checkpoint carries; then metrics.json says what a killed run leaves."""
