@@ -12,12 +12,14 @@ from rich.console import Console
 from tests.helpers.plan_jobs import GB, ROOT, job, recipe, strategies
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.sweep import all_strategies
+from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
-from zero_recipes.plan import command
+from zero_recipes.plan import command, formulas
 from zero_recipes.plan.formulas import predict_by_formulas
-from zero_recipes.plan.job import EVERY, model_config, read_strategies
+from zero_recipes.plan.job import EVERY, model_config, read_recipe, read_strategies
 from zero_recipes.plan.predict import Predictor
+from zero_recipes.plan.simulator import parent as simulation
 
 RECIPE = "recipes/pythia.yaml"
 
@@ -72,17 +74,49 @@ def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monk
     seen = []
 
     def predictor(quick=False, **_):
-        watched = SimpleNamespace(quick=quick, prepare=lambda jobs: seen.append(capsys.readouterr()))
+        prepare = lambda jobs: seen.append(capsys.readouterr())  # noqa: E731
+        watched = SimpleNamespace(quick=quick, prepare=prepare, missing=lambda jobs: {})
         return known if quick else watched
 
     known = Predictor(quick=True)
-    monkeypatch.setattr("zero_recipes.plan.simulator.parent.WORKER", ("-c", ""))
     monkeypatch.setattr(command, "Predictor", predictor)
     monkeypatch.setattr(command, "answer_by", lambda predict, *rest, plain=command.answer_by: plain(known, *rest))
     words = ["plan", RECIPE, "--gpus", "2", "--strategies", "zero3"]
     assert cli.main(words) == 0 and "by formulas: zero3 is tight on" in seen[0].err and not seen[0].out
     monkeypatch.setattr(command, "terminal", lambda: Console(force_terminal=True, width=80))
     assert cli.main(words) == 0 and "The simulated engine's answer follows." in seen[1].out
+
+
+def test_only_what_must_be_simulated_starts_the_engines_process(capsys, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(simulation, "start", started.append)
+    monkeypatch.setattr(simulation, "simulate", lambda jobs, deadline: [predict_by_formulas(one) for one in jobs])
+    monkeypatch.setattr("zero_recipes.plan.predict.FOLDER", tmp_path)
+    words = ["plan", RECIPE, "--gpus", "2", "--strategies"]
+    assert cli.main([*words, "zero2", "--model_name_or_path", "no/body"]) == 2 and not started  # refused
+    assert cli.main([*words, "fsdp2"]) == 0 and not started  # by formulas
+    for _ in range(2):
+        assert cli.main([*words, "zero2"]) == 0 and started == ["gpu"]  # kept after the first time
+
+
+def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero_recipes.plan.kept.FOLDER", tmp_path)
+    (path := tmp_path / "recipe.yaml").write_text((ROOT / RECIPE).read_text())
+
+    def made(*overrides: str) -> tuple:
+        formulas._shape.cache_clear()
+        found = read_recipe(path, overrides)
+        return found, vars(formulas.shape_of(model_config(found.settings), found.settings))
+
+    ways = ([], ["--use_peft", "true"])
+    first = [made(*way) for way in ways]
+    with monkeypatch.context() as without:
+        for name in ("zero_recipes.config.recipe.parse_recipe", "zero_recipes.plan.formulas.Shape.__init__"):
+            without.setattr(name, None)
+        assert [made(*way) for way in ways] == first and first[0] != first[1]
+    assert first[0][0] == recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
+    path.write_text(path.read_text().replace("seed: 0", "seed: 7"))
+    assert made()[0].settings.seed == 7
 
 
 def test_a_model_needs_no_recipe(capsys):

@@ -12,7 +12,6 @@ from pathlib import Path
 from zero_recipes.config.accelerate import FOLDER, config_files, read_accelerate_file
 from zero_recipes.core import units
 from zero_recipes.core.findings import REFUSED, described, first_line, library_error_as_finding, refusal, table
-from zero_recipes.core.tables import working
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
 
@@ -87,12 +86,7 @@ def _bytes_in(paths: Iterable[Path]) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     quieten()
-    with working("loading torch and transformers"):
-        if not arguments.quick:
-            from zero_recipes.plan.simulator import parent
-
-            parent.start("gpu")  # loads the engine's libraries meanwhile
-        from zero_recipes.plan import command
+    from zero_recipes.plan import command
 
     arguments.strategies = strategies_of(arguments)
     return command.run(arguments, arguments.overrides)

@@ -18,6 +18,7 @@ from zero_recipes.plan.choose import best_machine, lighter, limits_of, on_each_m
 from zero_recipes.plan.cost import calibrated
 from zero_recipes.plan.job import PlanRequest, read_request
 from zero_recipes.plan.predict import Predict, Predictor
+from zero_recipes.plan.simulator import parent
 
 VOCABULARY = 32_000
 # of `--params`, unless the command line has others
@@ -26,12 +27,15 @@ DEFAULTS = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 2048}
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """The verb; `rest` overrides the recipe's keys. Returns 0. Raises Refusal for what cannot be planned."""
+    predict = Predictor(arguments.quick)
     with working(f"reading {arguments.recipe if arguments.params is None else '--params'}"):
         request = read_request(arguments, rest) if arguments.params is None else request_of_size(arguments, rest)
+        if predict.missing(request.jobs()[0]):
+            parent.start("gpu")  # loads the engine's libraries meanwhile
         answer = answer_by(Predictor(quick=True), arguments, request)
     if not arguments.quick:
         with _shown_meanwhile(answer, arguments.json):
-            answer = simulated(answer, arguments)
+            answer = simulated(answer, arguments, predict)
     if arguments.output_dir:
         output.write_answer(answer, arguments.output_dir)
     if arguments.json:
@@ -55,9 +59,8 @@ def answer_by(predict: Predict, arguments: argparse.Namespace, request: PlanRequ
     return output.Answer(request, rows, excluded, machines, advice, other_ways, arguments.price)
 
 
-def simulated(draft: output.Answer, arguments: argparse.Namespace) -> output.Answer:
+def simulated(draft: output.Answer, arguments: argparse.Namespace, predict: Predictor) -> output.Answer:
     """The engine's answer in place of the formulas'. All that the formulas name is simulated side by side."""
-    predict = Predictor()
     predict.prepare([row.job for row in (*draft.rows, *draft.lighter.values())])
     return answer_by(predict, arguments, draft.request)
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import yaml
 
 from zero_recipes.config.ds_config import number_in
-from zero_recipes.config.recipe import steps_by_epochs
+from zero_recipes.config.recipe import RowLengths, steps_by_epochs
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Gpu
-from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import ContractError, Metrics, Prediction, read_part
 from zero_recipes.plan.formulas import DEFAULT_BUCKET, Sizes, shape_of

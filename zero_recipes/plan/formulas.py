@@ -19,9 +19,10 @@ from zero_recipes.checks import capacity
 from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import library_error_as_finding
-from zero_recipes.metrics.flops import active_experts, model_flops, squares
+from zero_recipes.metrics.flops import ModelFlops, active_experts, model_flops, squares
 from zero_recipes.metrics.schema import PARTS, CheckpointBytes, HostBytes, ModelStateBytes, Prediction, ReservedRange
 from zero_recipes.plan.job import Job
+from zero_recipes.plan.kept import kept
 from zero_recipes.theory.zero_paper import FP32, MIXED, ModelState, model_state_bytes
 
 OVERHEADS = Path(__file__).with_name("overheads.yaml")
@@ -83,7 +84,7 @@ class Shape:
             peft_config = adapter_config(Settings(json.loads(lora_json)))
             model = model if peft_config is None else get_peft_model(model, peft_config)
         text = config.get_text_config()
-        self.tensors = tuple(capacity.SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters())
+        self.tensors = [capacity.SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters()]
         self.parameters = sum(tensor.size for tensor in self.tensors)
         self.trainable = sum(tensor.size for tensor in self.tensors if tensor.trained)
         # those in matrix products: all but the embedding's rows
@@ -103,10 +104,22 @@ class Shape:
         self.embedding = text.vocab_size * self.hidden  # and the head's weight: the largest tensor
         self.positions = getattr(text, "max_position_embeddings", 0)
         self.dtype = str(config.dtype or "float32").removeprefix("torch.")  # of the weights' file
-        self.flops = model_flops(model)
+        flops = model_flops(model)
+        self._flops = flops.weights, flops.trained, list(flops.attention.items())  # JSON has no key that is None
+
+    @property
+    def flops(self) -> ModelFlops:
+        weights, trained, attention = self._flops
+        return ModelFlops(weights, trained, dict(attention))
 
 
-_shape = lru_cache(maxsize=64)(Shape)
+@lru_cache(maxsize=64)
+def _shape(config_json: str, lora_json: str) -> Shape:
+    """Kept: to build a model waits for torch, transformers and PEFT."""
+    shape = Shape.__new__(Shape)
+    vars(shape).update(kept(lambda: vars(Shape(config_json, lora_json)), config_json, lora_json))
+    shape.tensors = [capacity.SwapTensor(*tensor) for tensor in shape.tensors]
+    return shape
 
 
 class Terms(NamedTuple):
