@@ -1,9 +1,11 @@
 """`zero-recipes plan` through its main: tables, JSON, picture, what is not planned, and its refusals."""
 
+import argparse
 import json
 import math
 import re
 import struct
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from rich.console import Console
 
 from tests.helpers.plan_jobs import GB, ROOT, job, recipe, strategies
 from zero_recipes.cli import main as cli
+from zero_recipes.cli.arguments import parse_arguments
 from zero_recipes.cli.sweep import all_strategies
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal
@@ -117,6 +120,32 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
     assert first[0][0] == recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
     path.write_text(path.read_text().replace("seed: 0", "seed: 7"))
     assert made()[0].settings.seed == 7
+
+
+@pytest.mark.parametrize("lora", [(), ("--use_peft", "true", "--lora_r", "8")])
+def test_the_llama_of_a_size_is_the_one_that_transformers_builds(lora, monkeypatch):
+    request = command.request_of_size(arguments_of("--params", "2e8", *lora), list(lora))
+    settings, config = request.recipe.settings, request.config
+    quick = vars(formulas.shape_of(config, settings))
+    formulas._shape.cache_clear()
+    monkeypatch.setattr(formulas, "LLAMA_KEYS", set())
+    built = vars(formulas.shape_of(config, settings))
+    assert Counter(quick.pop("tensors")) == Counter(built.pop("tensors"))
+    assert json.loads(json.dumps(quick)) == built
+    formulas._shape.cache_clear()
+
+
+def test_without_options_a_size_has_the_values_that_trl_gives_a_recipe():
+    words = arguments_of("--params", "2e8")
+    plain, parsed = (vars(command.request_of_size(words, rest).recipe.settings) for rest in ([], ["--seed", "42"]))
+    differing = {key for key in plain.keys() | parsed if key not in parsed or plain[key] != parsed[key]}
+    assert differing == {"env", "debug", "include_num_input_tokens_seen"}  # other words for the same
+
+
+def arguments_of(*words: str) -> argparse.Namespace:
+    found = parse_arguments(["plan", *words, "--gpus", "8"])
+    found.strategies = ["zero2"]
+    return found
 
 
 def test_a_model_needs_no_recipe(capsys):

@@ -11,12 +11,13 @@ from pathlib import Path
 from rich.live import Live
 from rich.text import Text
 
-from zero_recipes.core.files import write_json
+from zero_recipes.config.recipe import Recipe, Settings
+from zero_recipes.core.files import FILES, write_json
 from zero_recipes.core.tables import terminal, working
 from zero_recipes.plan import output
 from zero_recipes.plan.choose import best_machine, lighter, limits_of, on_each_machine, rows_of
 from zero_recipes.plan.cost import calibrated
-from zero_recipes.plan.job import PlanRequest, read_request
+from zero_recipes.plan.job import PlanRequest, read_recipe, read_request
 from zero_recipes.plan.predict import Predict, Predictor
 from zero_recipes.plan.simulator import parent
 
@@ -84,13 +85,16 @@ def _shown_meanwhile(draft: output.Answer, as_json: bool) -> Iterator[None]:
 def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
     """What is requested of a model like Llama that has about so many parameters."""
     config, name = llama(arguments.params)
-    with tempfile.TemporaryDirectory() as folder:
-        write_json(Path(folder, "config.json"), config)
-        write_json(file := Path(folder, "recipe.yaml"), DEFAULTS | {"model_name_or_path": folder})  # JSON is YAML
-        request = read_request(argparse.Namespace(**(vars(arguments) | {"recipe": file})), rest)
-    settings = request.recipe.settings.replace(model_name_or_path=name)
-    recipe = replace(request.recipe, path=Path("RECIPE.yaml"), settings=settings)
-    return replace(request, recipe=recipe, no_lengths="there is no recipe")
+    schema = json.loads((FILES / "recipes" / "schema.json").read_text())["properties"]  # TRL's parser waits for torch
+    values = {key: row.get("default") for key, row in schema.items()} | {"datasets": [], "include_for_metrics": []}
+    settings = Settings(values | DEFAULTS)
+    recipe = Recipe(Path("RECIPE.yaml"), settings, DEFAULTS, "")
+    if rest:
+        with tempfile.TemporaryDirectory() as folder:
+            write_json(file := Path(folder, "recipe.yaml"), DEFAULTS)  # JSON is YAML
+            recipe = replace(read_recipe(file, rest), path=recipe.path)
+    recipe = replace(recipe, settings=recipe.settings.replace(model_name_or_path=name))
+    return replace(read_request(arguments, rest, recipe, config), no_lengths="there is no recipe")
 
 
 def llama(parameters: float) -> tuple[dict, str]:

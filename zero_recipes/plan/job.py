@@ -268,8 +268,11 @@ class PlanRequest:
         return run_command(self.recipe.path, self.recipe.settings, self.overrides, job)
 
 
-def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanRequest:
-    gpu, recipe = gpu_named(arguments.gpu, gpus(arguments.hardware)), read_recipe(arguments.recipe, overrides)
+def read_request(
+    arguments: argparse.Namespace, overrides: list[str], recipe: Recipe | None = None, config: dict | None = None
+) -> PlanRequest:
+    """Of the command line, or of this recipe and its model's config."""
+    gpu, recipe = gpu_named(arguments.gpu, gpus(arguments.hardware)), recipe or read_recipe(arguments.recipe, overrides)
     if arguments.network is not None:
         gpu = gpu.model_copy(update={"network_gb_s": arguments.network})
     settings, text, per_node = recipe.settings, arguments.gpus, arguments.gpus_per_node
@@ -278,7 +281,7 @@ def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanReq
     counts = sorted({int(part) if part.strip().isdigit() else 0 for part in text.split(",")})
     if per_node < 1 or any(count < 1 or (count > per_node and count % per_node) for count in counts):
         raise refusal("ZR805", text=text, per_node=per_node)
-    strategies, config = read_strategies(recipe, arguments.strategies), model_config(settings)
+    strategies, config = read_strategies(recipe, arguments.strategies), config or model_config(settings)
     host, nvme = (None if size is None else int(size * 1e9) for size in (arguments.host_memory, arguments.nvme))
     mean = arguments.mean_tokens
     found = _rows(recipe) if mean is None else stated(mean, settings)
