@@ -152,11 +152,19 @@ def test_a_model_needs_no_recipe(capsys):
     found = json.loads(cli_output(capsys, "plan", "--params", "7e9", "--gpus", "8", "--quick", "--json"))
     (parameters,) = {row["prediction"]["parameters"] for row in found["rows"]}
     assert parameters == pytest.approx(7e9, rel=0.05) and found["gpu"]["name"] == "h100-80gb"
+    sizes = {1e6: "8.39M", 1e7: "9.96M", 4.1e8: "410M", 1e12: "1,002B"}  # the vocabulary alone takes 8.19M
+    assert {size: command.llama(size)[1] for size in sizes} == {
+        size: f"a Llama of {text} parameters" for size, text in sizes.items()
+    }
     assert found["recommendation"]["command"].startswith("zero-recipes train RECIPE.yaml ")
     options = ("--params", "1.3e9", "--gpus", "1", "--quick", "--json", "--max_length", "4096", "--use_peft", "true")
     lora = json.loads(cli_output(capsys, "plan", *options))
     assert set(lora["lighter"]) == {"QLoRA"} and lora["recommendation"]["command"].endswith("--use_peft true")
     assert {row["prediction"]["max_length"] for row in lora["rows"]} == {4096}
+
+
+def test_a_price_that_is_almost_nothing_is_not_written_as_nothing(capsys):
+    assert "price of the run <0.001." in plan(capsys, "--price", "0.01", name="recipes/tiny.yaml")
 
 
 def test_the_cheapest_machine_is_taken_where_there_is_a_price(capsys):

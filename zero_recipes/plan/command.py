@@ -14,6 +14,7 @@ from rich.text import Text
 from zero_recipes.config.recipe import Recipe, Settings
 from zero_recipes.core.files import FILES, write_json
 from zero_recipes.core.tables import terminal, working
+from zero_recipes.core.units import count
 from zero_recipes.plan import output
 from zero_recipes.plan.choose import best_machine, lighter, limits_of, on_each_machine, rows_of
 from zero_recipes.plan.cost import calibrated
@@ -99,10 +100,12 @@ def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanReque
 
 def llama(parameters: float) -> tuple[dict, str]:
     """(config.json in Llama 2's proportions, heads of 128 and as many layers as heads; what it is, in words)."""
-    layers = lambda width: (parameters - 2 * VOCABULARY * width) / (12 * width**2)  # noqa: E731
-    width = min(range(128, 2**20, 128), key=lambda width: abs(layers(width) - width / 128))
-    depth, heads = max(1, round(layers(width))), width // 128
+    layers = lambda width: max(1, round((parameters - 2 * VOCABULARY * width) / (12 * width**2)))  # noqa: E731
+    total = lambda width: 2 * VOCABULARY * width + 12 * layers(width) * width**2  # noqa: E731
+    off = lambda width: (abs(total(width) / parameters - 1) > 0.05, abs(layers(width) - width / 128))  # noqa: E731
+    width = min(range(128, 2**20, 128), key=off)
+    depth, heads = layers(width), width // 128
     config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 131_072}
     config |= {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads}
-    total = (2 * VOCABULARY * width + 12 * depth * width**2) / 1e9
-    return config | {"intermediate_size": 8 * width // 3}, f"a Llama of {total:.3g}B parameters"
+    one, unit = (1e9, "B") if total(width) >= 1e9 else (1e6, "M")
+    return config | {"intermediate_size": 8 * width // 3}, f"a Llama of {count(total(width) / one)}{unit} parameters"
