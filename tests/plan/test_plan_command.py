@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import re
+import shutil
 import struct
 from collections import Counter
 from types import SimpleNamespace
@@ -118,6 +119,11 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
             without.setattr(name, None)
         assert [made(*way) for way in ways] == first and first[0] != first[1]
     assert first[0][0] == recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
+    monkeypatch.chdir(tmp_path)
+    from_the_package = made("--model_name_or_path", "tiny_world/base")[0].settings.model_name_or_path
+    shutil.copytree(ROOT / "tiny_world" / "base", tmp_path / "tiny_world" / "base")
+    assert made("--model_name_or_path", "tiny_world/base")[0].settings.model_name_or_path == "tiny_world/base"
+    assert from_the_package.endswith("/tiny_world/base")
     path.write_text(path.read_text().replace("seed: 0", "seed: 7"))
     assert made()[0].settings.seed == 7
 

@@ -148,7 +148,9 @@ def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
         found = recipes.parse_recipe(path, mapping, list(overrides))
         return [found.settings.as_dict(), dict(found.explicit)]
 
-    settings, explicit = kept(parsed, sha256, list(overrides), str(Path.cwd()))
+    words = [*overrides, *(str(mapping.get(key)) for key in ("model_name_or_path", "dataset_name"))]
+    here = [str(at_hand(word.rpartition("=")[2])) for word in words]  # parse_recipe looks for the package's files
+    settings, explicit = kept(parsed, sha256, words, here)
     return Recipe(path, Settings(settings), MappingProxyType(explicit), sha256)
 
 
