@@ -9,9 +9,10 @@ from tests.helpers import report_runs
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, made_up, recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.recipe import RowLengths
 from zero_recipes.core.host import gpus
 from zero_recipes.data.load import load_tokenizer
-from zero_recipes.data.prepare import RowLengths, prepare_rows, rows_at_hand
+from zero_recipes.data.prepare import prepare_rows, rows_at_hand
 from zero_recipes.plan import cost
 from zero_recipes.plan.cost import padded_together, sequence_of
 from zero_recipes.plan.formulas import Sizes, predict_by_formulas, shape_of
@@ -87,6 +88,10 @@ def test_many_small_collectives_and_short_steps_cost_the_hosts_time():
     kinds = [("zero3", 2, {}), ("zero3", 2, {"max_length": 64}), ("zero3", 16, {}), ("zero2_offload", 2, {})]
     words = ("long passes", "short passes", "several machines", "offload")
     assert all(word in cost.how_good(job(name, n, **v), H100) for (name, n, v), word in zip(kinds, words, strict=True))
+    assert "none is of" not in cost.how_good(job("zero3", 2), H100)
+    b200 = gpus()["b200-192gb"]  # long passes alone
+    assert "none is of" not in cost.how_good(job("zero2", 8), b200)
+    assert cost.how_good(job("zero3", max_length=64), b200).endswith("; none is of b200-192gb.")
     assert "of ZeRO++, b300-288gb." in cost.how_good(job("zero3_hpz", 16), gpus()["b300-288gb"])
     one, two = (estimated(job(name, max_length=64)) for name in ("ddp", "zero3"))
     assert 1.5 * one.middle < two.middle  # stage 3's hooks

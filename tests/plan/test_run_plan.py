@@ -245,7 +245,7 @@ def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, m
     predict(job("zero3"))
     predict(job("zero2", max_length=64))
     assert len(simulated) == 3
-    monkeypatch.setattr("zero_recipes.plan.predict.library_versions", lambda: {"torch": "another"})
+    monkeypatch.setattr("zero_recipes.plan.predict.versions", lambda: {"torch": "another"})
     predict(job("zero2"))
     assert len(simulated) == 4
     for path in tmp_path.glob("*.json"):

@@ -21,14 +21,14 @@ from rich.console import Console
 from zero_recipes.checkpoint.output_dir import inputs_of
 from zero_recipes.cli import sweep
 from zero_recipes.config.accelerate import FOLDER, launched_environment
-from zero_recipes.config.recipe import Recipe, derive_accumulation
+from zero_recipes.config.recipe import Recipe, RowLengths, derive_accumulation
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import FILES, at_hand, write_text
 from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.core.host import Host, hardware_facts
 from zero_recipes.core.tables import Column, plain, print_columns, terminal, working
 from zero_recipes.core.units import count, percent, significant
-from zero_recipes.data.prepare import RowLengths, rows_at_hand
+from zero_recipes.data.prepare import rows_at_hand
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import Metrics
 from zero_recipes.plan.job import Job, job_of, model_config, read_recipe

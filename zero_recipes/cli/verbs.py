@@ -16,6 +16,7 @@ from zero_recipes.core.tables import working
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
 
+IMPORTING = "importing the libraries"
 GGUF = ("f16", "bf16", "q8_0", "q4_k_m", "lora")  # the last is the adapter alone
 
 
@@ -23,8 +24,10 @@ def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
     """The verb in the module of its name, which is imported when it runs."""
 
     def verb(arguments: argparse.Namespace) -> int:
-        quieten()
-        return getattr(import_module(f"zero_recipes.cli.{name}"), name)(arguments)
+        with working(IMPORTING):
+            quieten()
+            module = import_module(f"zero_recipes.cli.{name}")
+        return getattr(module, name)(arguments)
 
     verb.__name__ = name
     return verb
@@ -87,19 +90,15 @@ def _bytes_in(paths: Iterable[Path]) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     quieten()
-    with working("loading torch and transformers"):
-        if not arguments.quick:
-            from zero_recipes.plan.simulator import parent
-
-            parent.start("gpu")  # loads the engine's libraries meanwhile
-        from zero_recipes.plan import command
+    from zero_recipes.plan import command
 
     arguments.strategies = strategies_of(arguments)
     return command.run(arguments, arguments.overrides)
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    from zero_recipes.cli.sweep import all_strategies, sweep
+    with working(IMPORTING):
+        from zero_recipes.cli.sweep import all_strategies, sweep
 
     output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
     strategies = strategies_of(arguments) or list(STAGES)

@@ -23,7 +23,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.recipe import RowLengths, Settings
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import (
     Finding,
@@ -274,31 +274,6 @@ def data_sha256(rows: Dataset) -> str:
 
 
 # the lengths of rows, for a plan
-
-
-@dataclass(frozen=True)
-class RowLengths:
-    """`lengths`: tokens of rows as they are trained on, truncated. `sequences`: how many a micro batch counts them as:
-    so many as they are, or fewer where they are packed. `epoch`: sequences of the whole data; None where not known."""
-
-    lengths: tuple[float, ...]
-    sequences: float
-    epoch: int | None
-    source: str  # where they are from, in words
-
-    @property
-    def mean(self) -> float:
-        """Tokens of a row."""
-        return sum(self.lengths) / len(self.lengths)
-
-
-def stated(mean: float, settings: Settings) -> RowLengths:
-    """Rows that all have so many tokens, and that fill their packs. Raises Refusal where max_length is less."""
-    longest = settings.max_length
-    if longest is not None and mean > longest:
-        raise refusal("ZR841", mean=mean, longest=longest)
-    sequences = mean / longest if settings.packing and longest else 1.0
-    return RowLengths((mean,), sequences, None, f"--mean_tokens {mean:g}, the same for all rows")
 
 
 def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
