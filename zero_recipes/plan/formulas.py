@@ -108,12 +108,7 @@ class Shape:
         self.positions = getattr(text, "max_position_embeddings", 0)
         self.dtype = str(config.dtype or "float32").removeprefix("torch.")  # of the weights' file
         flops = model_flops(model)
-        self._flops = flops.weights, flops.trained, list(flops.attention.items())  # JSON has no key that is None
-
-    @property
-    def flops(self) -> ModelFlops:
-        weights, trained, attention = self._flops
-        return ModelFlops(weights, trained, dict(attention))
+        self.flops: Any = flops.weights, flops.trained, [*flops.attention.items()]  # as JSON can hold it
 
 
 @lru_cache(maxsize=64)
@@ -122,8 +117,10 @@ def _shape(config_json: str, lora_json: str) -> Shape:
     shape, raw, lora = Shape.__new__(Shape), json.loads(config_json), json.loads(lora_json)
     if raw.keys() == LLAMA_KEYS and not any(lora[key] for key in LORA_ELSEWHERE):
         vars(shape).update(of_llama(raw, lora["lora_r"] if lora["use_peft"] else 0))
-        return shape
-    vars(shape).update(kept(lambda: vars(Shape(config_json, lora_json)), config_json, lora_json))
+    else:
+        vars(shape).update(kept(lambda: vars(Shape(config_json, lora_json)), config_json, lora_json))
+    weights, trained, attention = shape.flops
+    shape.flops = ModelFlops(weights, trained, dict(attention))
     shape.tensors = [capacity.SwapTensor(*tensor) for tensor in shape.tensors]
     return shape
 
@@ -144,7 +141,7 @@ def of_llama(config: Mapping[str, Any], rank: int) -> dict[str, Any]:
         **{"adapted": 2 * width if rank else 0, "layers": layers, "hidden": width, "query_width": width},
         **{"kv_width": width, "ffn": ffn, "gated": True, "embedding": embedding.size, "dtype": "float32"},
         **{"heads": config["num_attention_heads"], "positions": config["max_position_embeddings"]},
-        "_flops": (*flops, [[None, 2 * width * layers]]),
+        "flops": (*flops, [(None, 2 * width * layers)]),
     }
 
 
