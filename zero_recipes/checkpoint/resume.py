@@ -124,7 +124,7 @@ def checkpoint_to_resume(output_dir: Path, requested: object, overwrite: bool = 
             raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
     else:
         checkpoint = _last_whole(output_dir)
-    say(f"no checkpoint in {output_dir}: starting fresh" if checkpoint is None else f"going on from {checkpoint}")
+    say(f"no checkpoint in {output_dir}: starting fresh" if checkpoint is None else f"resuming from {checkpoint}")
     return None if checkpoint is None else str(checkpoint)
 
 
@@ -197,7 +197,7 @@ def _reshard(checkpoint: Path, strategy: Strategy) -> Path:
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed; the checkpoint may be another by now
     command = [sys.executable, "-m", "zero_recipes.cli.main", "reshard", str(checkpoint), "--skip_checksums"]
     command += ["--world_size", str(world_size), "--stage", str(stage)]
-    say(f"resharding {checkpoint} for {world_size} processes")
+    say(f"resharding {checkpoint} for world size {world_size}")
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(command, env=hidden, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     if ended.returncode:

@@ -159,7 +159,7 @@ def reshard(arguments: argparse.Namespace) -> int:
     to = (arguments.world_size, arguments.stage)
     folder, batch = reshard(arguments.checkpoint, *to, arguments.skip_checksums, arguments.trust_checkpoint)
     print(f"written: {folder}", f"global batch kept: {batch.total} sequences ({batch})", sep="\n")
-    print(f"go on with:\n{resume_command(folder, batch, read_manifest(folder)['strategy'])}")
+    print(f"resume with:\n{resume_command(folder, batch, read_manifest(folder)['strategy'])}")
     return 0
 
 
@@ -188,8 +188,6 @@ def explain(arguments: argparse.Namespace) -> int:
     print(*(f"    {part}: {row[part]}" for part in ("why", "fix", "source") if part in row), sep="\n")
     if "ignore" in row:
         print(f"    --ignore {code} makes it a warning: {row['ignore']}")
-    elif row["level"] != "warning":
-        print("    --ignore does not take it: the run would stop, or be wrong")
     if "example" in row:
         print("", "example:", *(f"    {line}" for line in row["example"].splitlines()), sep="\n")
     return 0

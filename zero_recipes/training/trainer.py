@@ -192,7 +192,7 @@ class ZeroSFTTrainer(SFTTrainer):
             self.args.save_only_model = False
             self._save_checkpoint(self.model, None)
         saved = f"saved as {checkpoint}" if once(is_saved, "looks at the checkpoint") else "not saved"
-        raise Preempted(f"a signal has ended the run; it is {saved}. The same command goes on.")
+        raise Preempted(f"a signal has ended the run; it is {saved}. The same command resumes it.")
 
     def _load_rng_state(self, checkpoint) -> None:
         super()._load_rng_state(checkpoint)
