@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,8 @@ def train(argv: list[str], left_out: str | None = None, environment: dict[str, s
         run = run_sft.prepare(argv)
         trainer = run_sft.train(run)
     trainer.accelerator.wait_for_everyone()  # rank 0 writes the files
+    if "wandb" in sys.modules:  # its exit handler, which a worker comes to much later
+        sys.modules["wandb"].finish()
     engine = trainer.model_wrapped
     optimizer = getattr(engine, "optimizer", None)
     return seen | {

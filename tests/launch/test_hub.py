@@ -110,3 +110,4 @@ def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, two, tmp_path, 
     assert (pushed.data.library_name, pushed.data.base_model) == ("peft", None)
     losses = ended["metrics"]["loss_history"]
     assert f"| 3 | {losses[-1]:.4f} |" in pushed.text and "zero2 on 2 x cpu" in pushed.text
+    assert "| measured |\n" in pushed.text, "nothing was planned"

@@ -57,7 +57,10 @@ def test_two_steps_under_zero2_from_an_empty_folder(installed, tmp_path):
     assert (metrics["strategy"], metrics["world_size"], len(metrics["loss_history"])) == ("zero2", 2, 2)
     assert metrics["model"].startswith(str(installed.parent)), "the model of the package"
 
-    assert ran(installed, tmp_path, "init", "here").returncode == 0
+    assert "next: zero-recipes ask output/mine" in ended.stdout
+
+    begun = ran(installed, tmp_path, "init", "here")
+    assert begun.returncode == 0 and "cd here && zero-recipes train" in begun.stdout
     names = {path.name for path in (tmp_path / "here").iterdir()}
     assert names == {"recipes", "ds_configs", "accelerate_configs", "tiny_world", "run_sft.py"}
     config = (tmp_path / "here" / "ds_configs" / "zero2.json").read_text()

@@ -234,7 +234,7 @@ metric_list: [{metric: perplexity}]
 
 
 @pytest.mark.launch
-def test_evaluate_scores_base_and_model_by_a_task_of_ones_own(tuned, adapter, tmp_path, monkeypatch, capsys):
+def test_evaluate_scores_base_and_model_by_a_task_of_ones_own(tuned, adapter, tmp_path, monkeypatch, capfd):
     """Perplexities as log-likelihoods summed by hand give them; in the file, the report and the card."""
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
@@ -245,6 +245,7 @@ def test_evaluate_scores_base_and_model_by_a_task_of_ones_own(tuned, adapter, tm
     save(run, metrics("ddp", model=str(BASE)))
     command = ["evaluate", "--include_path", str(tmp_path), "--tasks", "creatures", "--batch_size", "1"]
     assert cli.main([*command, str(run), "--base", str(BASE)]) == 0
+    assert "not a git repository" not in capfd.readouterr().err
     [row] = json.loads((run / "evaluations.json").read_text())
     assert math.log(row["before"]) == pytest.approx(by_hand(BASE), abs=0.1), "in bfloat16"
     assert math.log(row["after"]) == pytest.approx(by_hand(tuned), abs=1e-3)
@@ -256,7 +257,7 @@ def test_evaluate_scores_base_and_model_by_a_task_of_ones_own(tuned, adapter, tm
     assert cli.main([*command, str(adapter), "--limit", "2", "--output_dir", "out"]) == 0
     assert json.loads((tmp_path / "out" / "evaluations.json").read_text())[0]["rows"] == 2
     assert cli.main(["evaluate", str(run), "--tasks", "creature", "--include_path", str(tmp_path)]) == 2
-    assert "creature" in capsys.readouterr().err
+    assert "creature" in capfd.readouterr().err
 
 
 def by_hand(folder) -> float:

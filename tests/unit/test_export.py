@@ -35,8 +35,11 @@ def adapter(tmp_path):
     return folder
 
 
-def test_an_adapter_becomes_a_whole_model(adapter, capsys):
-    assert main(["export", str(adapter)]) == 0
+def test_an_adapter_becomes_a_whole_model(adapter, monkeypatch, capsys):
+    monkeypatch.chdir(adapter.parent)
+    assert main(["export", "lora"]) == 0
+    printed = capsys.readouterr().out
+    assert "serve lora-export" in printed and "export lora --gguf" in printed and str(adapter.parent) not in printed
     out, base = adapter.with_name("lora-export"), adapter.with_name("base")
     assert load_file(out / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
     ids = torch.arange(2, 40).reshape(2, 19)
@@ -57,7 +60,6 @@ def test_an_adapter_becomes_a_whole_model(adapter, capsys):
         assert text == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert 'PARAMETER stop "<|im_end|>"' in written
 
-    capsys.readouterr()
     assert main(["export", str(adapter)]) == 2 and "ZR902" in capsys.readouterr().err, "nothing is written over"
 
 

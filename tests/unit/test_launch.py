@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from zero_recipes.distributed.group import start_process_group
 from zero_recipes.distributed.kernels import build, is_compiled, remove_stale_locks
 from zero_recipes.model import sizes_of
 from zero_recipes.plan.job import read_strategies
+from zero_recipes.training.output import RecipeRun
 
 LINKS = ("ddp.yaml", "zero1.yaml", "zero2.yaml", "zero3.yaml")
 
@@ -223,6 +225,19 @@ def test_one_process_of_torchrun_is_alone(monkeypatch):
         monkeypatch.setenv(name, value)
     start_process_group(Strategy("single", 1, None, None), "cpu", 60, set())
     assert "LOCAL_RANK" not in os.environ
+
+
+def test_without_a_login_to_wandb_no_weight_is_loaded(monkeypatch):
+    def login():
+        raise ValueError("No API key")
+
+    run = SimpleNamespace(args=SimpleNamespace(report_to=["wandb"]))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=login))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    RecipeRun._log_in(run)
+    monkeypatch.delenv("WANDB_MODE")
+    with pytest.raises(Refusal, match="No API key"):
+        RecipeRun._log_in(run)
 
 
 def test_each_process_takes_its_gpu_and_fsdp_reduces_on_the_host_too(monkeypatch):

@@ -197,7 +197,7 @@ def _reshard(checkpoint: Path, strategy: Strategy) -> Path:
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed; the checkpoint may be another by now
     command = [sys.executable, "-m", "zero_recipes.cli.main", "reshard", str(checkpoint), "--skip_checksums"]
     command += ["--world_size", str(world_size), "--stage", str(stage)]
-    say(f"resharding {checkpoint} for {world_size} processes")
+    say(f"resharding {checkpoint} for world size {world_size}")
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(command, env=hidden, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     if ended.returncode:

@@ -52,9 +52,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _scores(loaded: ask.Loaded, arguments: argparse.Namespace, manager: Any) -> Scores:
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator, simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    evaluator.get_git_commit_hash = str  # in lm-eval 0.4.13 git's: "fatal: not a git repository" outside of one
     found = simple_evaluate(
         HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=arguments.batch_size),
         tasks=arguments.tasks,

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,14 @@ def export(arguments: argparse.Namespace) -> int:
     """The verb. Returns the exit code; raises Refusal before anything is written."""
     transformers.utils.logging.disable_progress_bar()
     target = ask.find_target(arguments.folder, arguments.base, arguments.overrides, arguments.trust_remote_code)
-    name = f"{target.folder.resolve().name}-export"
-    out, kinds = arguments.output_dir or target.folder.resolve().with_name(name), arguments.gguf
+    folder = target.folder if target.folder.name.strip(".") else target.folder.resolve()
+    out, kinds = arguments.output_dir or folder.with_name(f"{folder.name}-export"), arguments.gguf
     if out.exists() and any(out.iterdir()):
         raise refusal("ZR902", out=out)
-    tokenizer, llama_cpp = ask.load_tokenizer(target), _source(arguments.llama_cpp) if kinds else None
-    for missing, fix in _missing(llama_cpp, kinds, target) if kinds else ():
+    tokenizer = ask.load_tokenizer(target)
+    for missing, fix in _missing(arguments.llama_cpp, kinds, target) if kinds else ():
         raise refusal("ZR903", missing=missing, fix=fix)
+    llama_cpp = _source(arguments.llama_cpp) if kinds else None
     question = [{"role": "user", "content": "Tell me a short story."}]  # where the run has no sample prompts
     prompts = [row.prompt for row in read_samples(target.folder / ask.SAMPLES)[:PROMPTS]]
     prompts = prompts or [ask.write_turns(tokenizer, target.settings.dataset_format, question)]
@@ -71,7 +72,9 @@ def export(arguments: argparse.Namespace) -> int:
     fine = [_compare(file, answers, tokenizer.bos_token) for file in whole]
     if LORA in files:
         fine.append(_compare_adapter(files[LORA], llama_cpp, target, tokenizer, answers))
-    print("", f"ollama create {out.name} -f {out / 'Modelfile'}", f"vllm serve {out}", sep="\n")
+    more = f"zero-recipes export {target.folder} --gguf q8_0 --output_dir {out}-gguf  # for Ollama and llama.cpp"
+    ollama = f"ollama create {out.name} -f {out / 'Modelfile'}" if whole else more
+    print("", ollama, f"vllm serve {out}", sep="\n")
     return 0 if all(fine) else 1
 
 
@@ -128,23 +131,23 @@ def _quantizer(llama_cpp: Path) -> str | None:
     return shutil.which("llama-quantize", path=f"{os.environ.get('PATH', '')}:{llama_cpp / 'build' / 'bin'}")
 
 
-def _missing(llama_cpp: Path, kinds: list[str], target: ask.Target) -> list[tuple[str, str]]:
-    """(what the files need and is not there, how to fix it)."""
-    packages = [name for name in ("xllamacpp", "sentencepiece") if importlib.util.find_spec(name) is None]
-    found = [(f"the package {name}", "pip install 'zero-recipes[gguf]'") for name in packages]
-    if not (llama_cpp / "convert_hf_to_gguf.py").is_file():
-        found.append((f"{llama_cpp}/convert_hf_to_gguf.py", "Set --llama_cpp to a llama.cpp folder."))
-    if BY_QUANTIZER in kinds and _quantizer(llama_cpp) is None:
-        found.append((f"llama-quantize (for {BY_QUANTIZER})", "Install llama.cpp, and add it to the PATH."))
+def _missing(folder: Path | None, kinds: list[str], target: ask.Target) -> Iterator[tuple[str, str]]:
+    """(what is missing for the files, how to fix it); first what needs no download."""
+    for name in ("xllamacpp", "sentencepiece"):
+        if importlib.util.find_spec(name) is None:
+            yield f"the package {name}", "pip install 'zero-recipes[gguf]'"
     if LORA in kinds and not target.is_adapter:
-        found.append((f"an adapter (for {LORA})", "Leave it out: the model has no LoRA."))
-    if not found:
-        place = target.base if target.is_adapter else str(target.folder)
-        config = load_config(target.settings.replace(model_name_or_path=place))
-        name = (config.architectures or ["a model without a name"])[0]
-        if name not in _run(llama_cpp, "convert_hf_to_gguf.py", "--print-supported-models").split():
-            found.append((f"a converter for {name}", "Export without --gguf: llama.cpp does not support it."))
-    return found
+        yield f"an adapter (for {LORA})", "Leave it out: the model has no LoRA."
+    llama_cpp = _source(folder)
+    if not (llama_cpp / "convert_hf_to_gguf.py").is_file():
+        yield f"{llama_cpp}/convert_hf_to_gguf.py", "Set --llama_cpp to a llama.cpp folder."
+    if BY_QUANTIZER in kinds and _quantizer(llama_cpp) is None:
+        yield f"llama-quantize (for {BY_QUANTIZER})", "Install llama.cpp, and add it to the PATH."
+    place = target.base if target.is_adapter else str(target.folder)
+    config = load_config(target.settings.replace(model_name_or_path=place))
+    name = (config.architectures or ["a model without a name"])[0]
+    if name not in _run(llama_cpp, "convert_hf_to_gguf.py", "--print-supported-models").split():
+        yield f"a converter for {name}", "Export without --gguf: llama.cpp does not support it."
 
 
 def _run(llama_cpp: Path, script: str, *arguments: Any) -> str:

@@ -27,7 +27,8 @@ def init(arguments: argparse.Namespace) -> int:
             shutil.copytree(FILES / name, arguments.folder / name, ignore=ignored)
         else:
             shutil.copy(FILES / name, arguments.folder)
-    print(f"written to {arguments.folder.resolve()}: {', '.join(named)}\nzero-recipes train recipes/tiny.yaml")
+    there = "" if arguments.folder.samefile(".") else f"cd {arguments.folder} && "
+    print(f"written to {arguments.folder.resolve()}: {', '.join(named)}\n{there}zero-recipes train recipes/tiny.yaml")
     return 0
 
 

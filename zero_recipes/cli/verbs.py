@@ -187,8 +187,6 @@ def explain(arguments: argparse.Namespace) -> int:
     print(*(f"    {part}: {row[part]}" for part in ("why", "fix", "source") if part in row), sep="\n")
     if "ignore" in row:
         print(f"    --ignore {code} makes it a warning: {row['ignore']}")
-    elif row["level"] != "warning":
-        print("    It cannot be ignored: the run would stop, or be wrong")
     if "example" in row:
         print("", "example:", *(f"    {line}" for line in row["example"].splitlines()), sep="\n")
     return 0

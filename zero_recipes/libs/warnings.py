@@ -61,3 +61,5 @@ def quieten_loggers() -> None:
         os.environ.setdefault("TQDM_MININTERVAL", BAR_SECONDS)
     for name, level in LEVELS.items():
         logging.getLogger(name).setLevel(level)
+    # accelerate/accelerator.py 1.15, under DeepSpeed: transformers leaves accumulation to it
+    logging.getLogger("accelerate.accelerator").addFilter(lambda line: "steps mismatch" not in str(line.msg))

@@ -152,7 +152,7 @@ def setting(runs: Sequence[MeasuredRun]) -> str:
     model = (first.model or "unknown model").removeprefix("./")
     processes = f"{first.world_size or '?'} x {first.device or 'unknown device'}"
     if first.device == "cpu":
-        processes = f"{first.world_size} CPU processes, no GPU"
+        processes = f"{first.world_size} CPU process{'es' * (first.world_size > 1)}, no GPU"
     return ", ".join(part for part in (model, processes, first.precision) if part)
 
 

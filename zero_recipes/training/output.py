@@ -1,9 +1,11 @@
 """A run of a recipe: what it is made of before there is a trainer, and its output folder from its lock to its end."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any, Self
 
 from transformers import PreTrainedModel
@@ -65,6 +67,7 @@ class RecipeRun:
             self.config = models.load_config(run.settings)
             models.refuse_other_keys(self.config, run.settings)
         self.repository = self._create_repository()
+        self._log_in()
         self.args.model_init_kwargs = None  # of load_model; SFTTrainer would warn that it ignores them
 
     def prepare_data(self) -> None:
@@ -117,6 +120,8 @@ class RecipeRun:
         if rank() == 0:
             forget_resharded(self.run.output_dir)
             write_card(self.run.output_dir)
+            next_ones = "ask {} (also: export, evaluate, report)" if self.run.settings.save_model else "report {}"
+            print(f"next: zero-recipes {next_ones.format(self.run.output_dir)}", flush=True)
 
     def _create_repository(self) -> str | None:
         """The repository to push to, on every rank, before a weight is loaded; None where none is requested. The
@@ -131,6 +136,11 @@ class RecipeRun:
             return hub(args.hub_token).create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
 
         return once(create, "creates the repository")
+
+    def _log_in(self) -> None:  # wandb's callback does so after the weights are loaded
+        if "wandb" in self.args.report_to and os.environ.get("WANDB_MODE", "online") == "online":
+            doing = "logging in to Weights & Biases (report_to: wandb)"
+            once(library_error_as_finding(doing)(import_module("wandb").login), "logs in")
 
     def push_if_requested(self) -> None:
         """Upload the model where the recipe says push_to_hub. Every rank calls it, and waits however long it takes."""
