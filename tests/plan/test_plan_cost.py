@@ -88,11 +88,11 @@ def test_many_small_collectives_and_short_steps_cost_the_hosts_time():
     kinds = [("zero3", 2, {}), ("zero3", 2, {"max_length": 64}), ("zero3", 16, {}), ("zero2_offload", 2, {})]
     words = ("long passes", "short passes", "several machines", "offload")
     assert all(word in cost.how_good(job(name, n, **v), H100) for (name, n, v), word in zip(kinds, words, strict=True))
-    assert "none is of" not in cost.how_good(job("zero3", 2), H100)
+    assert "none of them is for" not in cost.how_good(job("zero3", 2), H100)
     b200 = gpus()["b200-192gb"]  # long passes alone
-    assert "none is of" not in cost.how_good(job("zero2", 8), b200)
+    assert "none of them is for" not in cost.how_good(job("zero2", 8), b200)
     assert cost.how_good(job("zero3", max_length=64), b200).endswith("; none of them is for b200-192gb.")
-    assert "of ZeRO++, b300-288gb." in cost.how_good(job("zero3_hpz", 16), gpus()["b300-288gb"])
+    assert "for ZeRO++, b300-288gb." in cost.how_good(job("zero3_hpz", 16), gpus()["b300-288gb"])
     one, two = (estimated(job(name, max_length=64)) for name in ("ddp", "zero3"))
     assert 1.5 * one.middle < two.middle  # stage 3's hooks
 
