@@ -17,12 +17,16 @@ from zero_recipes.core.findings import Refusal
 
 # where the examples are, words of those that are counted, and what a file has that is no supervised training on text:
 # preferences, rewards, images, sound, streams, classification, embeddings
-SWIFT = r"task_type|LaTeX_OCR|coco|VideoChat|aishell|TextCaps|garbage265|[Oo]mni|VL|qwen3_tts|wds_voc|lmms-lab"
+SWIFT = r"task_type|LaTeX_OCR|coco|VideoChat|aishell|TextCaps|garbage265|[Oo]mni|VL|TTS|wds_voc|lmms-lab"
 PROJECTS = {
-    "axolotl": ("examples/**/*.y*ml", ["base_model:"], r"(?m)^(rl|processor_type|pretraining_dataset|task_type):"),
+    "axolotl": (
+        "examples/**/*.y*ml",
+        ["base_model:"],
+        r"(?m)^(rl|processor_type|pretraining_dataset|task_type|\w*reward_model):",
+    ),
     "LLaMA-Factory": ("examples/**/*.yaml", ["stage: sft", "do_train: true"], r"mllm_demo|llava"),
     "ms-swift": ("examples/**/*.sh", ["swift sft"], SWIFT),
-    "torchtune": ("recipes/configs/**/*.yaml", ["epochs:"], r"rlhf|grpo|multimodal|vision"),
+    "torchtune": ("recipes/configs/**/*.yaml", ["epochs:"], r"rlhf|grpo_samples|multimodal|vision"),
 }
 
 

@@ -1,6 +1,6 @@
-"""A training loop with nothing but DeepSpeed around the model; run_sft.py trains the same batches to the same losses.
+"""A training loop that uses only DeepSpeed. run_sft.py trains the same batches with the same losses.
 
-torchrun --nproc_per_node 2 docs/bare_loop.py --stage 2 --steps 4     # GPUs, or CPU processes where there are none
+torchrun --nproc_per_node 2 docs/bare_loop.py --stage 2 --steps 4     # on GPUs, or on CPU processes if there are none
 """
 
 import argparse
@@ -33,17 +33,17 @@ def train(stage: int, steps: int, bf16: bool = True, save: Path | None = None) -
     world, rank = dist.get_world_size(), dist.get_rank()
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     rows = [tokenised(json.loads(line), tokenizer) for line in Path(ROWS).read_text().splitlines()]
-    padded = DataCollatorForSeq2Seq(tokenizer)  # rows as a batch, each as long as the longest; labels of padding: -100
+    padded = DataCollatorForSeq2Seq(tokenizer)  # pads rows to the longest row of the batch; padding has the label -100
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()  # the Trainer's, seed 0
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0, fused=True)
     schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=6, num_training_steps=steps)
-    # Casts the weights to bf16, makes the fp32 masters and shards what the stage shards. At stage 3 a model that does
-    # not fit as a whole is built under deepspeed.zero.Init(), which keeps 1/N of each tensor as it is created.
+    # Casts the weights to bf16, creates the fp32 master weights and shards what the stage shards. At stage 3, build a
+    # model that does not fit under deepspeed.zero.Init(), which keeps 1/N of each tensor when it is created.
     config = {"train_micro_batch_size_per_gpu": EACH, "gradient_clipping": 1.0, "bf16": {"enabled": bf16}}
     config["zero_optimization"] = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
-    if stage == 0:  # DeepSpeed 0.19.8 has taken a step of zeros there, and Adam counts its steps
+    if stage == 0:  # DeepSpeed 0.19.8 has taken a step with zeros, which Adam counts
         for state in optimizer.state.values():
             state["step"].zero_()
     losses = []
@@ -51,14 +51,14 @@ def train(stage: int, steps: int, bf16: bool = True, save: Path | None = None) -
         first = (step * world + rank) * EACH  # each process has its own rows: data parallelism
         batch = padded([rows[at] for at in order[first : first + EACH]]).to(engine.device)
         tokens = (batch["labels"][:, 1:] != -100).sum()
-        dist.all_reduce(tokens)  # of all processes: each token weighs the same, whoever has it
-        # At stage 3 hooks gather each module's weights before it runs, and free them after it.
+        dist.all_reduce(tokens)  # over all processes: every token has the same weight
+        # At stage 3, hooks gather each module's weights before it runs and free them afterwards.
         loss = engine(**batch, num_items_in_batch=tokens).loss  # this process's share: its sum / all tokens
-        # Gradients are reduced bucket by bucket during backward (at stages 0 and 1 at its end, without overlap_comm).
-        # DeepSpeed divides them by the number of processes. Their sum is needed: hence the factor.
+        # Gradients are reduced bucket by bucket during backward (at stages 0 and 1 after it, without overlap_comm).
+        # DeepSpeed divides them by the number of processes, but their sum is needed: hence the factor.
         engine.backward(loss * world)
-        # Clips, updates the fp32 masters (its 1/N of them from stage 1 on), writes them back to the bf16 weights,
-        # gathers those (stages 1 and 2), frees the gradients and advances the schedule.
+        # Clips, updates the fp32 master weights (from stage 1 on, its 1/N), casts them to the bf16 weights, gathers
+        # those (stages 1 and 2), frees the gradients and advances the schedule.
         engine.step()
         whole = loss.detach().clone()
         dist.all_reduce(whole)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Is everything here that pip cannot install? usage: check_machine.sh [PYTHON]. Exits 1 and says what is missing.
+# Checks for everything that pip cannot install. usage: check_machine.sh [PYTHON]. Exits 1 and names what is missing.
 python=${1:-python3}
 missing=""
 command -v git >/dev/null 2>&1 || missing="$missing git"

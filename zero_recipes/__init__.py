@@ -1,4 +1,4 @@
-"""Fine-tuning under DeepSpeed's ZeRO stages, measured. Two names are for programs of your own (docs/your_own.md)."""
+"""Measured fine-tuning with DeepSpeed ZeRO. Import these two classes in your own program (docs/your_own.md)."""
 
 from importlib import import_module
 from typing import Any
@@ -8,7 +8,7 @@ __all__ = ["StageMetricsCallback", "ZeroSFTTrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when it is named: `import zero_recipes` alone loads no model library."""
+    """Import a class on first use, so that `import zero_recipes` does not load model libraries."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

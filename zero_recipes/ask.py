@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             if scores.get("reference_loss") is not None:
                 scores["perplexity"] = math.exp(min(scores["reference_loss"], 700.0))  # exp(710) is no number
     sampling.write_rows(out / SAMPLES, rows)
-    sampling.show_samples(rows, "before: the base, after: the model")
+    sampling.show_samples(rows, "before: the base model, after: the saved model")
     print(f"written: {out / SAMPLES}")
     return 0
 
@@ -235,7 +235,7 @@ def load(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, of_bas
     if target.is_adapter and not of_base:
         from peft import PeftModel
 
-        with library_error_as_finding(f"putting {target.folder} on its base"):
+        with library_error_as_finding(f"loading {target.folder} on its base model"):
             is_wide = target.saved_dtype == "float32"
             model = PeftModel.from_pretrained(model, str(target.folder), autocast_adapter_dtype=is_wide)
     return Loaded(model.to(device).eval(), tokenizer, device, target.autocast)
@@ -306,7 +306,7 @@ def _chat(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, besid
     elif beside:
         models = {"base": load(target, tokenizer, device, of_base=True)} | models
     turns: dict[str, list[dict[str, str]]] = {name: [] for name in models}
-    print("/reset forgets the conversation, /exit (or Ctrl-D) ends it.", flush=True)
+    print("/reset clears the conversation, /exit (or Ctrl-D) ends it.", flush=True)
     with suppress(EOFError, KeyboardInterrupt):
         while (text := input("\nyou> ").strip()) != "/exit":
             if text == "/reset":

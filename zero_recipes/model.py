@@ -17,9 +17,9 @@ from zero_recipes.libs.patches import keep_4bit_layout
 STARTS_IN_BASE = ("pissa", "olora")  # values of init_lora_weights: PEFT takes LoRA's matrices out of the base
 # what transformers reports of a load: what it would have done about it
 _KEY_PROBLEMS = {
-    "missing_keys": "The model has these tensors and the checkpoint does not: they would begin with random numbers.",
-    "unexpected_keys": "The checkpoint has these tensors and the model does not: they would be dropped.",
-    "mismatched_keys": "They have another shape in the checkpoint: they would begin with random numbers.",
+    "missing_keys": "The model has these tensors but the checkpoint does not. They would be initialized randomly.",
+    "unexpected_keys": "The checkpoint has these tensors but the model does not. They would be dropped.",
+    "mismatched_keys": "They have another shape in the checkpoint. They would be initialized randomly.",
 }
 
 

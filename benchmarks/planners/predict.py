@@ -15,9 +15,9 @@ from benchmarks.planners.other_trainers import BYTES_PER_LOGIT
 from zero_recipes.core.files import write_json
 from zero_recipes.core.host import library_versions
 from zero_recipes.metrics.schema import Prediction
-from zero_recipes.plan import predict as planner
 from zero_recipes.plan.formulas import Sizes, overheads, predict_by_formulas, shape_of
 from zero_recipes.plan.job import Job
+from zero_recipes.plan.kept import versions
 from zero_recipes.plan.simulator import parent as simulation
 
 AT_ONCE = 4  # rows of one child process
@@ -38,7 +38,7 @@ def main() -> None:
     simulation.WORKER = ("-m", "benchmarks.planners.other_trainers")
     known = court.read_rows(folder / "rows.yaml")
     jobs = {row["id"]: court.job_of_row(row) for row in known}
-    keys = {name: job.key({"planner": planner.own_code()})[:16] for name, job in jobs.items()}
+    keys = {name: job.key({"planner": versions()["zero_recipes"]})[:16] for name, job in jobs.items()}
     wanted = arguments.rows.split(",") if arguments.rows else list(jobs)
     changed = {name for name in wanted if written["rows"].get(name, {}).get("job") != keys[name]}
     todo = [row for row in known if row["id"] in changed]

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.planners.court import BLIND, FOLDER, ROOT, Row, job_of_row, measured_bytes, measured_seconds, read_rows
 from zero_recipes.core.files import write_json
-from zero_recipes.plan.cost import constants, regime_of
+from zero_recipes.plan.cost import constants, kinds_of, regime_of
 from zero_recipes.plan.formulas import overheads
 
 OURS = "this planner"
@@ -57,8 +57,12 @@ def main(blind: bool) -> None:
     now = {name: [found[count] for count in counts if count in found] for name, found in regimes.items()}
     if constants()["blind" if blind else "holds"] != now:
         print(f"zero_recipes/plan/times.yaml: `{'blind' if blind else 'holds'}` is of other predictions: {now}")
-    if not blind and sorted({row["gpu"] for row in times}) != constants()["cards"]:
-        print("zero_recipes/plan/times.yaml: `cards` are others")
+    kinds: dict[str, set[str]] = {}
+    for row in (row for place in (FOLDER, BLIND) for row in read_rows(place / "times.yaml")):
+        job = job_of_row(row)
+        kinds.setdefault(regime_of(job), set()).update(kinds_of(job, row["gpu"]))
+    if constants()["kinds"] != (now := {name: sorted(kinds[name]) for name in sorted(kinds)}):
+        print(f"zero_recipes/plan/times.yaml: `kinds` are others: {now}")
 
 
 def scored_time(row: Row, predicted: dict[str, Any]) -> Row:

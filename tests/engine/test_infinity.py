@@ -117,7 +117,7 @@ def test_what_a_killed_run_left_is_deleted(tmp_path, capsys):
     left = tmp_path / SWAPPED / "optimizer" / "rank7"
     left.mkdir(parents=True)
     with claimed(tmp_path):
-        assert not (tmp_path / SWAPPED).exists() and "a killed run left" in capsys.readouterr().out
+        assert not (tmp_path / SWAPPED).exists() and "of a killed run" in capsys.readouterr().out
         with pytest.raises(Refusal, match="another run swaps"), claimed(tmp_path):
             pass
 

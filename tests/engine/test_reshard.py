@@ -65,6 +65,7 @@ class Runs:
 
 
 LORA = dict(use_peft=True, lora_r=3, lora_dropout=0.0, lora_target_modules=["query_key_value", "dense"])
+LORA["loraplus_lr_ratio"] = 4.0
 # kind of run -> (its keys, the largest relative difference of losses)
 KINDS = {
     "fp32": ({}, 1e-5),

@@ -15,19 +15,21 @@ from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
 
 GROUPS = {1: "one", 2: "two"}  # fixtures, by world size
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
+PLUS = {"loraplus_lr_ratio": 16.0}
 SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
 
 
 @pytest.mark.parametrize(
     ("strategy", "bf16", "keys"),
     [
-        ("ddp", True, LORA),
-        ("zero2", True, LORA),
+        ("ddp", True, LORA | PLUS),
+        ("zero2", True, LORA | PLUS),
         ("zero3", False, {}),
         ("zero2_bf16_states", True, {}),
         ("zero3_bf16_states", True, {}),
-        ("zero3_offload", True, LORA | {"peft_config": {"init_lora_weights": "pissa_niter_4"}}),
-        ("fsdp2", False, LORA),
+        ("zero3", True, LORA | PLUS),
+        ("zero3_offload", True, LORA | PLUS | {"peft_config": {"init_lora_weights": "pissa_niter_4"}}),
+        ("fsdp2", False, LORA | PLUS),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strategy, bf16, keys):
@@ -90,7 +92,7 @@ def test_a_flipped_bit_is_passed_over_and_the_rest_is_bit_for_bit(two, zero0, tm
     assert min(rest[0]["calls"]) == min(rest[1]["calls"]) == SAVED_AT
     assert checkpoint_fault(last) is None and content_fault(last) is None
     aside = folder / f"damaged-checkpoint-{STEPS}"
-    assert content_fault(aside).endswith("its checksum is another.")
+    assert content_fault(aside).endswith("its checksum differs.")
 
 
 def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp_path):

@@ -62,7 +62,7 @@ def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp
     assert verify(out, deep=True)["tensors"] > 0
     printed = two.log(0, 10**6)
     assert "Before and after (5 of 5 prompts, from the split 'test')" in printed and "[/INST]" in printed
-    assert "1 are longer than the model takes; only their last 254 tokens" in printed  # 256 places, 2 for the answer
+    assert "1 are longer than the model's limit; only their last 254 tokens" in printed  # 256 places, 2 for the answer
 
 
 @pytest.mark.parametrize("strategy", [grid("ddp"), grid("fsdp2"), "zero3"])
@@ -79,6 +79,6 @@ def test_samples_that_fail_lose_no_model(two, tmp_path, strategy):
     metrics = ranks[0]["metrics"]
     assert ranks[0]["error"] == ["RuntimeError", "it broke"]
     assert (metrics["status"], metrics["failure"]["phase"]) == ("failed", "eval")
-    assert metrics["error"] == f"RuntimeError: it broke (the model in {tmp_path / 'out'} is saved and whole)"
+    assert metrics["error"] == f"RuntimeError: it broke (the model in {tmp_path / 'out'} is saved and complete)"
     assert metrics["loss_history"] == whole["metrics"]["loss_history"]
     assert verify(tmp_path / "out", deep=True) == verify(tmp_path / "whole", deep=True)

@@ -1,9 +1,10 @@
 """What a step computes, scores and logs: as docs/bare_loop.py, as without supervised_logits_only, as TRL."""
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.helpers.seeded import grid
-from tests.helpers.tiny import named, write_recipe, write_rows
+from tests.helpers.tiny import arguments, named, write_recipe, write_rows
 
 STEPS = 4
 QUICK = ["--eval_strategy", "no", "--sample_prompts", "null", "--save_model", "false", "--max_steps", str(STEPS)]
@@ -87,3 +88,19 @@ def test_the_log_is_that_of_trls_own_compute_loss(two, tmp_path, strategy, keys)
     counted = [max(entry.get("num_tokens", 0) for entry in logs[0]["log"]) for logs in (trl, *found.values())]
     by_trl = not keys.keys().isdisjoint({"loss_type", "label_smoothing_factor"})
     assert counted[1] == counted[2] and (counted[0] == counted[1]) == by_trl, "without repeated rows"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "zero3_offload", "fsdp2"])
+def test_loraplus_has_a_learning_rate_for_each_kind_of_tensor(two, tmp_path, strategy):
+    """Adam's second step moves the farthest number by 0.74 (no gradient in the first) to 1 of its learning rate."""
+    keys = {"use_peft": True, "lora_target_modules": ["dense", "embed_in"], "lora_dropout": 0.0, "max_steps": 2}
+    keys |= {"lora_modules_to_save": ["final_layer_norm", "dense_4h_to_h"], "loraplus_lr_ratio": 16.0, "bf16": False}
+    keys |= {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 1}
+    two.run("train", argv=arguments(write_recipe(tmp_path, **keys), strategy, tmp_path / "out"))
+    files = [tmp_path / "out" / f"checkpoint-{step}" / "adapter_model.safetensors" for step in (1, 2)]
+    first, second = map(load_file, files)
+    rates = {"lora_A": 1e-3, "lora_B": 16e-3, "embedding_A": 1e-6, "embedding_B": 1e-6, "norm.": 16e-3}
+    rates |= {"4h_to_h.weight": 1e-3, "4h_to_h.bias": 16e-3}
+    for kind, rate in rates.items():
+        moved = max((second[name] - first[name]).abs().max().item() for name in first if kind in name)
+        assert moved == pytest.approx(0.87 * rate, rel=0.2), kind

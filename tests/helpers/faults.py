@@ -203,6 +203,7 @@ EVALUATES = {"rows/test.jsonl": json.dumps({"prompt": "Say 9.\n", "completion": 
 LORA = "use_peft: true\nlora_target_modules: all-linear"
 PEFT = {"use_peft": True, "lora_target_modules": "all-linear"}
 MISS = {"peft_config": {"peft_type": "MISS"}}
+PLUS = {"loraplus_lr_ratio": 16.0}
 PISSA = {"peft_config": {"init_lora_weights": "pissa_niter_4"}}
 FOUR, EIGHT = {"load_in_4bit": True, **PEFT}, {"load_in_8bit": True, **PEFT}
 ON_CPU = {"offload_optimizer": {"device": "cpu"}}
@@ -393,6 +394,9 @@ FAULTS = [
     silent("adapter_not_tried", PEFT | zero(3) | MISS, PEFT | zero(2) | MISS),
     silent("adapter_not_tried", PEFT | {"peft_config": {"init_lora_weights": "eva"}}, PEFT | PISSA),
     silent("adapter_start", PEFT | PISSA | {"use_dora": True}, PEFT | PISSA),
+    silent("loraplus", PLUS, PEFT | PLUS),
+    silent("loraplus", PEFT | PLUS | {"peft_config": {"peft_type": "OFT"}}, PEFT | PLUS),
+    silent("loraplus", PEFT | PLUS | zero(2, ADAM), PEFT | PLUS | zero(2)),
     late("eight_bit_fsdp", EIGHT | {"fsdp": True}, EIGHT | zero(2)),
     late("fp16_on_cpu", {"fp16": True, "bf16": False}, {"bf16": True}, device="cpu"),
     late("activation_offloading", {"activation_offloading": True}, {"activation_offloading": False}, device="cpu"),

@@ -113,11 +113,11 @@ def offloads_to_host(asked: Job) -> bool:
     ("need", "costliest", "words"),
     [
         (lambda j: 90 - 20 * (j != job("zero1")), "checkpointing", "activation checkpointing"),
-        (lambda j: 50 + 10 * batch(j), "micro batch", "micro batches of 2 with 4 accumulations"),
+        (lambda j: 50 + 10 * batch(j), "micro batch", "micro batches of 2 with 4 accumulation steps"),
         (
             lambda j: 65 + 10 * batch(j) - 5 * j.recomputes,
             "micro batch",
-            "activation checkpointing and micro batches of 1 with 8 accumulations",
+            "activation checkpointing and micro batches of 1 with 8 accumulation steps",
         ),
         (lambda j: 90 - 20 * (j.strategy == "zero2"), "stage", "zero2"),
         (lambda j: 90 - 20 * offloads_to_host(j), "offload", "zero2_offload"),

@@ -1,9 +1,12 @@
 """`zero-recipes plan` through its main: tables, JSON, picture, what is not planned, and its refusals."""
 
+import argparse
 import json
 import math
 import re
+import shutil
 import struct
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +14,16 @@ from rich.console import Console
 
 from tests.helpers.plan_jobs import GB, ROOT, job, recipe, strategies
 from zero_recipes.cli import main as cli
+from zero_recipes.cli.arguments import parse_arguments
 from zero_recipes.cli.sweep import all_strategies
+from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
-from zero_recipes.plan import command
+from zero_recipes.plan import command, formulas
 from zero_recipes.plan.formulas import predict_by_formulas
-from zero_recipes.plan.job import EVERY, model_config, read_strategies
+from zero_recipes.plan.job import EVERY, model_config, read_recipe, read_strategies
 from zero_recipes.plan.predict import Predictor
+from zero_recipes.plan.simulator import parent as simulation
 
 RECIPE = "recipes/pythia.yaml"
 
@@ -63,8 +69,8 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
     assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
     verbose = (tmp_path / "plan" / "plan.txt").read_text()
-    assert "+18.1 GB" in verbose and verbose.count("Step: holds") == 1
-    assert "zero0: the change that costs least: zero3" in verbose
+    assert "+18.1 GB" in verbose and verbose.count(" are in the range, ") == 1
+    assert "zero0: the cheapest change that fits: zero3" in verbose
 
 
 def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monkeypatch):
@@ -72,28 +78,99 @@ def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monk
     seen = []
 
     def predictor(quick=False, **_):
-        watched = SimpleNamespace(quick=quick, prepare=lambda jobs: seen.append(capsys.readouterr()))
+        prepare = lambda jobs: seen.append(capsys.readouterr())  # noqa: E731
+        watched = SimpleNamespace(quick=quick, prepare=prepare, missing=lambda jobs: {})
         return known if quick else watched
 
     known = Predictor(quick=True)
-    monkeypatch.setattr("zero_recipes.plan.simulator.parent.WORKER", ("-c", ""))
     monkeypatch.setattr(command, "Predictor", predictor)
     monkeypatch.setattr(command, "answer_by", lambda predict, *rest, plain=command.answer_by: plain(known, *rest))
     words = ["plan", RECIPE, "--gpus", "2", "--strategies", "zero3"]
     assert cli.main(words) == 0 and "by formulas: zero3 is tight on" in seen[0].err and not seen[0].out
     monkeypatch.setattr(command, "terminal", lambda: Console(force_terminal=True, width=80))
-    assert cli.main(words) == 0 and "The simulated engine's answer follows." in seen[1].out
+    assert cli.main(words) == 0 and "The results of the simulated engine follow." in seen[1].out
+
+
+def test_only_what_must_be_simulated_starts_the_engines_process(capsys, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(simulation, "start", started.append)
+    monkeypatch.setattr(simulation, "simulate", lambda jobs, deadline: [predict_by_formulas(one) for one in jobs])
+    monkeypatch.setattr("zero_recipes.plan.predict.FOLDER", tmp_path)
+    words = ["plan", RECIPE, "--gpus", "2", "--strategies"]
+    assert cli.main([*words, "zero2", "--model_name_or_path", "no/body"]) == 2 and not started  # refused
+    assert cli.main([*words, "fsdp2"]) == 0 and not started  # by formulas
+    for _ in range(2):
+        assert cli.main([*words, "zero2"]) == 0 and started == ["gpu"]  # kept after the first time
+
+
+def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero_recipes.plan.kept.FOLDER", tmp_path)
+    (path := tmp_path / "recipe.yaml").write_text((ROOT / RECIPE).read_text())
+
+    def made(*overrides: str) -> tuple:
+        formulas._shape.cache_clear()
+        found = read_recipe(path, overrides)
+        return found, vars(formulas.shape_of(model_config(found.settings), found.settings))
+
+    ways = ([], ["--use_peft", "true"])
+    first = [made(*way) for way in ways]
+    with monkeypatch.context() as without:
+        for name in ("zero_recipes.config.recipe.parse_recipe", "zero_recipes.plan.formulas.Shape.__init__"):
+            without.setattr(name, None)
+        assert [made(*way) for way in ways] == first and first[0] != first[1]
+    assert first[0][0] == recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
+    monkeypatch.chdir(tmp_path)
+    from_the_package = made("--model_name_or_path", "tiny_world/base")[0].settings.model_name_or_path
+    shutil.copytree(ROOT / "tiny_world" / "base", tmp_path / "tiny_world" / "base")
+    assert made("--model_name_or_path", "tiny_world/base")[0].settings.model_name_or_path == "tiny_world/base"
+    assert from_the_package.endswith("/tiny_world/base")
+    path.write_text(path.read_text().replace("seed: 0", "seed: 7"))
+    assert made()[0].settings.seed == 7
+
+
+@pytest.mark.parametrize("lora", [(), ("--use_peft", "true", "--lora_r", "8")])
+def test_the_llama_of_a_size_is_the_one_that_transformers_builds(lora, monkeypatch):
+    request = command.request_of_size(arguments_of("--params", "2e8", *lora), list(lora))
+    settings, config = request.recipe.settings, request.config
+    quick = vars(formulas.shape_of(config, settings))
+    formulas._shape.cache_clear()
+    monkeypatch.setattr(formulas, "LLAMA_KEYS", set())
+    built = vars(formulas.shape_of(config, settings))
+    assert Counter(quick.pop("tensors")) == Counter(built.pop("tensors"))
+    assert quick == built
+    formulas._shape.cache_clear()
+
+
+def test_without_options_a_size_has_the_values_that_trl_gives_a_recipe():
+    words = arguments_of("--params", "2e8")
+    plain, parsed = (vars(command.request_of_size(words, rest).recipe.settings) for rest in ([], ["--seed", "42"]))
+    differing = {key for key in plain.keys() | parsed if key not in parsed or plain[key] != parsed[key]}
+    assert differing == {"env", "debug", "include_num_input_tokens_seen"}  # other words for the same
+
+
+def arguments_of(*words: str) -> argparse.Namespace:
+    found = parse_arguments(["plan", *words, "--gpus", "8"])
+    found.strategies = ["zero2"]
+    return found
 
 
 def test_a_model_needs_no_recipe(capsys):
     found = json.loads(cli_output(capsys, "plan", "--params", "7e9", "--gpus", "8", "--quick", "--json"))
     (parameters,) = {row["prediction"]["parameters"] for row in found["rows"]}
     assert parameters == pytest.approx(7e9, rel=0.05) and found["gpu"]["name"] == "h100-80gb"
+    sizes = {1e6: "8.39M", 1e7: "9.96M", 4.1e8: "410M", 1e12: "1,002B"}  # the vocabulary alone takes 8.19M
+    assert {size: command.llama(size)[1] for size in sizes} == {
+        size: f"a Llama of {text} parameters" for size, text in sizes.items()
+    }
     assert found["recommendation"]["command"].startswith("zero-recipes train RECIPE.yaml ")
     options = ("--params", "1.3e9", "--gpus", "1", "--quick", "--json", "--max_length", "4096", "--use_peft", "true")
     lora = json.loads(cli_output(capsys, "plan", *options))
     assert set(lora["lighter"]) == {"QLoRA"} and lora["recommendation"]["command"].endswith("--use_peft true")
     assert {row["prediction"]["max_length"] for row in lora["rows"]} == {4096}
+
+
+def test_a_price_that_is_almost_nothing_is_not_written_as_nothing(capsys):
+    assert "price of the run <0.001." in plan(capsys, "--price", "0.01", name="recipes/tiny.yaml")
 
 
 def test_the_cheapest_machine_is_taken_where_there_is_a_price(capsys):
@@ -141,7 +218,7 @@ def test_the_smallest_machine_is_looked_for(capsys):
     tiny = document(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
     assert set(tiny["not_planned"]["4"]) == set(strategies())  # global_batch_size 16: not by 4 processes
     assert tiny["recommendation"]["command"] == "zero-recipes train recipes/tiny.yaml --num_processes 1"
-    assert "are equally fast within the estimate's error; the lowest" in plan(capsys, "-v", name="recipes/tiny.yaml")
+    assert "fast within the estimate's error; it is the lowest" in plan(capsys, "-v", name="recipes/tiny.yaml")
     none = document(capsys, "--strategies", "zero3", gpus="1,2", gpu="l40s")
     last = none["rows"][-1]
     assert none["smallest_machine"] is None and last["change"]["job"] == none["recommendation"]
@@ -155,7 +232,7 @@ def test_memory_and_nvme_of_the_machine(capsys):
     assert row["fit"]["host_lacks"] == row["prediction"]["host_bytes"]["training"] - 64 * GB
     assert document(capsys, *options, "--host_memory", "160")["rows"][0]["fit"]["status"] == "fits"
     said = plan(capsys, "--strategies", "zero2", "--host_memory", "60", "-v", gpu="h200")
-    assert "zero2: the run fits, and cannot go on from a checkpoint" in said
+    assert "zero2: the run fits but cannot resume" in said
     swaps = ("--strategies", "zero3,zero3_infinity,zero3_offload_infinity", "--nvme", "50")
     said = plan(capsys, *swaps, "-v", gpus="16")
     first, second = ([line for line in said.splitlines() if line.startswith(f"{name} ")]

@@ -9,9 +9,10 @@ from tests.helpers import report_runs
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, made_up, recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.recipe import RowLengths
 from zero_recipes.core.host import gpus
 from zero_recipes.data.load import load_tokenizer
-from zero_recipes.data.prepare import RowLengths, prepare_rows, rows_at_hand
+from zero_recipes.data.prepare import prepare_rows, rows_at_hand
 from zero_recipes.plan import cost
 from zero_recipes.plan.cost import padded_together, sequence_of
 from zero_recipes.plan.formulas import Sizes, predict_by_formulas, shape_of
@@ -87,7 +88,11 @@ def test_many_small_collectives_and_short_steps_cost_the_hosts_time():
     kinds = [("zero3", 2, {}), ("zero3", 2, {"max_length": 64}), ("zero3", 16, {}), ("zero2_offload", 2, {})]
     words = ("long passes", "short passes", "several machines", "offload")
     assert all(word in cost.how_good(job(name, n, **v), H100) for (name, n, v), word in zip(kinds, words, strict=True))
-    assert "of ZeRO++, b300-288gb." in cost.how_good(job("zero3_hpz", 16), gpus()["b300-288gb"])
+    assert "none of them is for" not in cost.how_good(job("zero3", 2), H100)
+    b200 = gpus()["b200-192gb"]  # long passes alone
+    assert "none of them is for" not in cost.how_good(job("zero2", 8), b200)
+    assert cost.how_good(job("zero3", max_length=64), b200).endswith("; none of them is for b200-192gb.")
+    assert "for ZeRO++, b300-288gb." in cost.how_good(job("zero3_hpz", 16), gpus()["b300-288gb"])
     one, two = (estimated(job(name, max_length=64)) for name in ("ddp", "zero3"))
     assert 1.5 * one.middle < two.middle  # stage 3's hooks
 
@@ -167,7 +172,7 @@ def test_rows_are_tokenised_as_a_run_does_it_or_read_as_a_run_has_prepared_them(
     args = recipes.trl_arguments(settings, own.path).training
     rows = prepare_rows(settings, args, load_tokenizer(settings))
     found = rows_at_hand(settings, own.path)
-    assert found.source == "all 2,160 rows, as a run has prepared them"
+    assert found.source == "all 2,160 rows, as prepared by an earlier run"
     assert found.epoch == found.sequences == len(rows.train) and sum(found.lengths) == rows.audit.tokens
     assert len(found.lengths) == 2160 and found.mean == pytest.approx(few.mean, rel=0.02)
     for changes in ({"dataset_streaming": True}, {"dataset_name": "no-such/data-set"}, {"model_name_or_path": "no"}):
@@ -192,7 +197,7 @@ def test_a_stated_mean_takes_the_place_of_the_rows(capsys):
     assert cli.main(["plan", TINY, "--gpus", "2", "--gpu", "h200", "--quick", "--mean_tokens", "300"]) == 2
     assert "ZR841" in capsys.readouterr().err
     said = plan(capsys, "--dataset_name", "no-such/data-set", "--strategies", "zero2", "-v")
-    assert "Rows: lengths unknown" in said and "each is taken to have 256 tokens" in said
+    assert "Rows: lengths unknown" in said and "each row is assumed to have 256 tokens" in said
 
 
 def measured(asked, rows=None, slower: float = 2.0, **changes) -> dict:

@@ -255,7 +255,7 @@ NOT_SIMULATED = {
 @pytest.mark.parametrize("asked", NOT_SIMULATED.values(), ids=NOT_SIMULATED)
 def test_what_is_not_simulated_is_by_formulas_and_says_so(asked):
     predicted = Predictor()(asked)
-    assert predicted.source == "formulas" and predicted.notes[0].startswith(f"{asked.strategy} is by formulas: ")
+    assert predicted.source == "formulas" and predicted.notes[0].startswith(f"{asked.strategy} uses formulas, because ")
     assert "by formulas:" not in str(Predictor(quick=True)(asked).notes)
 
 

@@ -52,7 +52,7 @@ def answered(monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "need", "code", "level", "says"),
     [
-        ({}, lambda j: 90, "ZR816", "error", "zero-recipes plan recipes/pythia.yaml names what fits"),
+        ({}, lambda j: 90, "ZR816", "error", "zero-recipes plan recipes/pythia.yaml shows what fits"),
         ({"compared": False}, lambda j: 90, "ZR816", "warning", "at least 90.0 GB on each"),
         ({"source": "formulas"}, lambda j: 90, "ZR816", "warning", "textbook formulas"),
         ({"others": 12}, lambda j: 70, "ZR816", "error", "80.0 GB, 68.0 GB of it free"),
@@ -245,7 +245,7 @@ def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, m
     predict(job("zero3"))
     predict(job("zero2", max_length=64))
     assert len(simulated) == 3
-    monkeypatch.setattr("zero_recipes.plan.predict.library_versions", lambda: {"torch": "another"})
+    monkeypatch.setattr("zero_recipes.plan.predict.versions", lambda: {"torch": "another"})
     predict(job("zero2"))
     assert len(simulated) == 4
     for path in tmp_path.glob("*.json"):
@@ -261,7 +261,7 @@ def test_the_time_of_all_simulations_together_is_limited(monkeypatch, tmp_path):
     for name in ("zero1", "zero2"):
         found = predict(job(name))
         assert found.source == "formulas"
-        assert found.notes[0] == f"{name} is by formulas: simulations were given 0 s."
+        assert found.notes[0] == f"{name} uses formulas, because the simulations took longer than 0 s."
     assert not (tmp_path / "plans").exists()  # nothing was kept for a later program
 
 
@@ -269,4 +269,4 @@ def test_a_simulation_that_crashes_is_answered_by_formulas_with_its_error(monkey
     monkeypatch.setattr(simulation, "WORKER", ("-c", "raise SystemExit('a library has changed')"))
     found = Predictor(folder=tmp_path)(job("zero2"))
     assert found.source == "formulas"
-    assert found.notes[0] == "zero2 is by formulas: its simulation failed (a library has changed)."
+    assert found.notes[0] == "zero2 uses formulas, because its simulation failed (a library has changed)."

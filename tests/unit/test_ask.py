@@ -127,7 +127,7 @@ def places(tmp_path_factory, tuned, adapter) -> dict[str, Path]:
         (["{cut}", "--prompts", "{rows}", *FORMAT], "ZR787"),
         (["{mute}", "--prompts", "{rows}", *FORMAT], "ZR575"),
         (["{pickle}", "--prompts", "{rows}", *FORMAT], "ZR784"),
-        (["{tuned}", "--base", "{swapped}", "--prompts", "{rows}", *FORMAT], "2 of its tokens"),
+        (["{tuned}", "--base", "{swapped}", "--prompts", "{rows}", *FORMAT], "2 tokens of"),
         (["{tuned}", "--base", "./nowhere", "--prompts", "{rows}", *FORMAT], "./nowhere"),
         (["{adapter}", "--base", "none", "--prompts", "{rows}"], "ZR788"),
         (["{unnamed}", "--prompts", "{rows}"], "ZR788"),

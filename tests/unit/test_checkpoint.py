@@ -140,7 +140,7 @@ def test_checksums_may_be_left_out_and_each_rank_looks_at_its_share(tmp_path, ta
         (folder / name).write_bytes(bytes([before[0] ^ 1]) + before[1:])
         for world in (1, 2, 3, 16):
             faults = [save.content_fault(folder, rank, world) for rank in range(world)]
-            wanted = f"{folder / name} is not what was written: its checksum is another."
+            wanted = f"{folder / name} was changed after it was written: its checksum differs."
             assert [fault for fault in faults if fault] == [wanted]
         (folder / name).write_bytes(before)
     assert refusal_of(taken, tmp_path, str(folder)) is None

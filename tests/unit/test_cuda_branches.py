@@ -233,7 +233,7 @@ def test_fetch_brings_the_kernel_or_says_why_not(kernels, monkeypatch, capsys):
     version = hub_kernels.get_attn_kernel_version(KERNEL)
     assert kernels[-1][:2] == (KERNEL, f"v{version}") and fetched(f"{KERNEL}@abc:forward") and kernels[-1][1] == "abc"
     said = fetched("flash_attention_3")
-    assert "vllm-flash-attn3 is not fetched" in said and "build variant" in said
+    assert "vllm-flash-attn3 was not downloaded" in said and "build variant" in said
     assert fetched("sdpa") == fetched(None) == ""
 
 

@@ -291,7 +291,7 @@ def test_a_max_length_that_cuts_more_than_slips_is_said_with_one_that_holds_the_
     whole = sorted(len(ids) + 1 for ids in tokenizer([row["text"] for row in rows])["input_ids"])
     finding = audited(rows, tokenizer, tmp_path, max_length=40)[1]["ZR553"]
     assert f"max_length 40 truncates {sum(length > 40 for length in whole)} of 101 rows" in finding.what
-    assert f"max_length: {holding(whole[-1])} holds every row (the longest has {whole[-1]} tokens)" in finding.fix
+    assert f"max_length: {holding(whole[-1])} to keep every row whole (the longest has {whole[-1]}" in finding.fix
     assert holding(whole[-1]) % 64 == 0 and whole[-1] <= holding(whole[-1]) < whole[-1] + 64
     for keys in ({"max_length": holding(whole[-1])}, {"max_length": None}, {"max_length": whole[-2]},
                  {"max_length": 40, "packing": True, "packing_strategy": "bfd_split"}):  # fmt: skip

@@ -85,4 +85,4 @@ def test_gguf_answers_as_transformers(tmp_path, capfd):
         assert wide["equal_answers"] >= len(wide["answers"]) - 1, model
         assert [file["bytes"] for file in files.values()] == sorted((f["bytes"] for f in files.values()), reverse=True)
     written = capfd.readouterr().out
-    assert re.search(r"lora-out-lora.gguf: (\d+) of \1 greedy answers are transformers'", written)
+    assert re.search(r"lora-out-lora.gguf: (\d+) of \1 greedy answers match transformers", written)

@@ -1,6 +1,7 @@
 """A file of another trainer as a recipe: the text and the mask of a row are those of the other, made by hand here."""
 
 import json
+import re
 
 import pytest
 from jinja2 import Template
@@ -79,19 +80,17 @@ CASES = {
     "ms-swift": (SWIFT, ALPACA, written(CHATML, [("Say 1.\nNow.", "Word 1.")], QWEN), "Word 1.<|im_end|>\n"),
     "ms-swift qwen3": (SWIFT.replace("qwen2_5", "qwen3"), SHAREGPT,
         written(CHATML, [(asked, f"<think>\n\n</think>\n\n{said}") for asked, said in TURNS]),
-        "".join(f"<think>\n\n</think>\n\n{said}<|im_end|>\n" for _, said in TURNS)),
+        "Word 1.<|im_end|>\nThe red fish hums.<|im_end|>\n"),
     "ms-swift qwen3_5": (SWIFT.replace("qwen2_5", "qwen3_5"), ALPACA | {"output": " Word 1. "},
-        written(CHATML, [("Say 1.\nNow.", "<think>\n\n</think>\n\nWord 1.")]),
-        "<think>\n\n</think>\n\nWord 1.<|im_end|>\n"),
+        written(CHATML, [("Say 1.\nNow.", "<think>\n\n</think>\n\nWord 1.")]), "Word 1.<|im_end|>\n"),
     "ms-swift default": (SWIFT.replace("qwen2_5", "default"), SHAREGPT, "You are a helpful assistant.\n\n"
         "### Human:\nSay 1.\n\n### Assistant:\nWord 1.\n\n"
         "### Human:\nName a fish.\n\n### Assistant:\nThe red fish hums.<|endoftext|>",
         "Word 1.The red fish hums.<|endoftext|>"),
     "ms-swift gpt_oss": (SWIFT.replace("qwen2_5", "gpt_oss"), SHAREGPT, None,
         "<|channel|>final<|message|>Word 1.<|channel|>final<|message|>The red fish hums.<|return|>"),
-    "ms-swift ignore_empty_think": (SWIFT.replace("qwen2_5", "qwen3")[:-1] + " --loss_scale ignore_empty_think\n",
-        SHAREGPT, written(CHATML, [(asked, f"<think>\n\n</think>\n\n{said}") for asked, said in TURNS]),
-        "Word 1.<|im_end|>\nThe red fish hums.<|im_end|>\n"),
+    "ms-swift ignore_empty_think": (SWIFT[:-1] + " --loss_scale ignore_empty_think\n",
+        ALPACA | {"output": "<think>\n\n</think>\n\nWord 1."}, None, "Word 1.<|im_end|>\n"),
     "torchtune alpaca": (TUNE.replace("NAME", "llama3_tokenizer").replace("DATA", "alpaca_dataset"), ALPACA,
         "<|endoftext|>" + written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")]) + "<|end_of_text|>",
         written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")])),
@@ -148,7 +147,7 @@ def test_what_has_no_counterpart_is_refused_by_name_unless_it_is_allowed(tmp_pat
     assert cli.main(["import", "a.yml"]) == 2 and not (tmp_path / "a.recipe.yaml").exists()
     assert f"`{key}` in a.yml has no counterpart" in capsys.readouterr().err
     assert cli.main(["import", "a.yml", "--allow", key]) == 0
-    assert f"# another training: {key}: " in (tmp_path / "a.recipe.yaml").read_text()
+    assert f"# training differs: {key}: " in (tmp_path / "a.recipe.yaml").read_text()
     assert cli.main(["import", "a.yml", "--allow", key]) == 2, "it is not written over"
 
 
@@ -173,6 +172,11 @@ def test_every_key_of_a_table_is_a_key_of_a_recipe(tmp_path, source):
     assert said.items() <= drafted.items() and drafted["activation_checkpointing"] is False
 
 
+def rendered(draft, messages):
+    text = re.sub("{%-? (end)?generation %}", "", draft.files[draft.at.with_suffix(".jinja")])
+    return Template(text).render(messages=messages, raise_exception={}.__getitem__)
+
+
 def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(tmp_path):
     """swift/self-cognition has the model's name as {{NAME}}."""
     command = (
@@ -187,9 +191,7 @@ def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(tmp_path):
     assert drafted["lora_target_modules"] == ["q_proj"]
     rows = {"path": "modelscope/self-cognition"}
     assert drafted["datasets"] == [rows, rows | {"split": "train[:5]"}], "there are 108: swift takes them again"
-    text = Template(draft.files[tmp_path / "r.jinja"]).render(
-        messages=[{"role": "user", "content": "{{NAME}} {{AUTHOR}}"}]
-    )
+    text = rendered(draft, [{"role": "user", "content": "{{NAME}} {{AUTHOR}}"}])
     assert "\nBo Al<|im_end|>" in text
     (tmp_path / "c.sh").write_text(
         f"# swift sft --x\n{command} swift/Qwen3-SFT-Mixin --model_author Al --model_name Bo"
@@ -209,8 +211,44 @@ def test_options_of_ms_swift_in_a_file(tmp_path, monkeypatch):
     assert not draft.changes and (drafted["max_steps"], drafted["max_length"]) == (3, None)
     assert drafted["datasets"] == [{"path": "Yukang/LongAlpaca-12k"}]
     turns = [{"role": "user", "content": "Answer: a"}, {"role": "assistant", "content": "Answer: b "}]
-    text = Template(draft.files[tmp_path / "r.jinja"]).render(messages=turns)
+    text = rendered(draft, turns)
     assert "\nAnswer: a<|im_end|>" in text and text.endswith("</think>\n\nb<|im_end|>\n")
+
+
+def test_groups_of_gpus_of_ms_swift_are_processes_and_rows_tokenized_before_are_rows(tmp_path):
+    export = (
+        "swift export --model M --dataset a.json --split_dataset_ratio 0.1 --to_cached_dataset true --output_dir o\n"
+    )
+    command = "NPROC_PER_NODE=8 swift sft --model M --template qwen --sequence_parallel_size 4 --cached_dataset o/train"
+    (tmp_path / "c.sh").write_text(f"{export}{command} --cached_val_dataset o/val\n")
+    draft = translated(tmp_path / "c.sh", tmp_path / "r.yaml")
+    drafted = {key: value for key, (value, _) in draft.recipe.items()}
+    assert not draft.changes and [*draft.loses] == ["sequence_parallel_size"] and drafted["num_processes"] == 2
+    assert drafted["datasets"] == [{"path": "json", "data_files": "a.json"}] and drafted["test_split_size"] == 0.1
+    for other in (export.replace(" M", " N"), export[:-1] + " --system hi\n", export.replace("dir o", "dir p")):
+        (tmp_path / "c.sh").write_text(f"{other}{command} --cached_val_dataset o/val\n")
+        assert "cached_dataset" in translated(tmp_path / "c.sh", tmp_path / "r.yaml").changes
+    (tmp_path / "c.sh").write_text("swift sft --model M --template qwen3 --dataset a.json --loss_scale all\n")
+    assert [*translated(tmp_path / "c.sh", tmp_path / "r.yaml").changes] == ["loss_scale"], "but empty thoughts"
+
+
+def test_loraplus_has_the_weight_decay_of_the_other_trainer(tmp_path):
+    """axolotl hands PEFT none. LLaMA-Factory gives an embedding's two matrices different rates."""
+    (tmp_path / "dataset_info.json").write_text('{"mine": {"hf_hub_url": "a/b"}}')
+    keys = "weight_decay: 0.3\nloraplus_lr_ratio: 16\n"
+    axolotl, factory = AXOLOTL + "    type: alpaca\nadapter: lora\n" + keys, FACTORY + "template: llama3\n" + keys
+    swift = SWIFT[:-1] + " --lorap_lr_ratio 16 --weight_decay 0.3\n"
+    for theirs, decay, changes in (
+        (axolotl, 0.0, []),
+        (swift, 0.3, []),
+        (factory, 0.3, []),
+        (factory + "lora_target: q_proj,embed_tokens\n", 0.3, ["lora_target"]),
+        (factory + "loraplus_lr_embedding: 2e-6\n", 0.3, ["loraplus_lr_embedding"]),
+    ):
+        (tmp_path / "a.yaml").write_text(theirs)
+        draft = translated(tmp_path / "a.yaml", tmp_path / "r.yaml")
+        assert (draft.recipe["loraplus_lr_ratio"][0], draft.recipe["weight_decay"][0]) == (16.0, decay)
+        assert [*draft.changes] == changes
 
 
 def test_an_optimizer_of_llama_factory_has_its_arguments_and_a_tool_no_turn(tmp_path):
@@ -218,10 +256,21 @@ def test_an_optimizer_of_llama_factory_has_its_arguments_and_a_tool_no_turn(tmp_
     (tmp_path / "a.yaml").write_text(FACTORY + "template: llama3\nuse_galore: true\ngalore_rank: 4\n")
     draft = translated(tmp_path / "a.yaml", tmp_path / "r.yaml")
     with pytest.raises(KeyError, match="role tool"):  # LLaMA-Factory writes it as the user's
-        Template(draft.files[tmp_path / "r.jinja"]).render(messages=[{"role": "tool"}], raise_exception={}.__getitem__)
+        rendered(draft, [{"role": "tool"}])
     recipe = draft.recipe
     assert recipe["optim"][0] == "galore_adamw" and recipe["optim_target_modules"][0] == ["attn", "mlp"]
     assert recipe["optim_args"][0] == "rank=4, update_proj_gap=200, scale=2.0, proj_type=std"
+
+
+def test_data_of_llama_factory_that_is_on_the_hub(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        FACTORY.replace("dir: .", "dir: REMOTE:llamafactory/demo_data") + "template: qwen\n"
+    )
+    assert [*translated(tmp_path / "a.yaml", tmp_path / "r.yaml").changes] == ["dataset"]
+    (tmp_path / "a.yaml").write_text((tmp_path / "a.yaml").read_text().replace("mine", "identity"))
+    draft = translated(tmp_path / "a.yaml", tmp_path / "r.yaml")
+    assert draft.recipe["datasets"][0] == [{"path": "llamafactory/demo_data", "name": "identity"}]
+    assert not draft.changes and [*draft.loses] == ["dataset_dir"]
 
 
 @pytest.mark.parametrize(

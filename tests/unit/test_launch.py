@@ -190,12 +190,15 @@ def test_processes_and_gpus_fit(monkeypatch, processes, device, environment, sai
 
 def test_check_takes_the_launch_of_the_recipe(tmp_path, monkeypatch, capsys):
     text = (ROOT / "accelerate_configs" / "zero2.yaml").read_text()
+    text = text.replace("deepspeed_config:\n", "deepspeed_config:\n  zero_stge: 3\n")
     Side(recipe="num_processes: 2\naccelerate_config: zero2.yaml", files={"zero2.yaml": text}).write(tmp_path)
     (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["check", "recipe.yaml"]) == 0
     shown = capsys.readouterr().out
-    assert "zero2" in shown and "world size    2" in shown
+    assert "zero2" in shown and "world size    2" in shown and "has zero_stge, which" in shown
+    assert cli.main(["check", "recipe.yaml", "--config_file", "zero2.yaml"]) == 0
+    assert capsys.readouterr().out.count("has zero_stge, which") == 1
     for environment in (launched_environment(Path("zero2.yaml"), 3), launched_environment(None, 2)):
         _, findings = preflight(Path("recipe.yaml"), recipes.read_recipe_file(Path("recipe.yaml")), [], environment)
         assert [finding.code for finding in findings if finding.level == "error"] == ["ZR347"]

@@ -65,7 +65,7 @@ def test_a_folder_that_cannot_be_made_and_a_file_system_without_locks(tmp_path, 
     assert "ZR748" in refused(folders.hold_output_dir(write(tmp_path / "file") / "out").__enter__)
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with folders.hold_output_dir(tmp_path):
-        assert "without locks: another run in it is not seen" in capsys.readouterr().out
+        assert "without locks, so other runs in it are not detected" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_what_another_program_wrote_is_neither_renamed_nor_deleted(old_run, wher
         (old_run / where / name).unlink(missing_ok=True)
     before = contents(old_run)
     for work, arguments in ((folders.refuse_occupied, (None, True)), (folders.claim_output_dir, (True,))):
-        assert "holds no run of zero-recipes" in refused(work, old_run / "out", *arguments)
+        assert "has no run of zero-recipes" in refused(work, old_run / "out", *arguments)
     assert contents(old_run) == before
 
 

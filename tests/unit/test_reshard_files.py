@@ -146,7 +146,7 @@ def change_rank(number: int, change: Callable[[dict, dict], Any]) -> Callable[[P
 BROKEN = {
     "no `latest`": ({}, lambda c: (c / "latest").unlink(), "without DeepSpeed", "ZR731"),
     "a rank": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(1)).unlink(), "states of 1 of 2 ranks", "ZR729"),
-    "the manifest": ({}, lambda c: (c / save.HISTORY).write_text("{}"), "has no manifest.json", "ZR729"),
+    "the manifest": ({}, lambda c: (c / save.HISTORY).write_text("{}"), "The manifest.json of", "ZR729"),
     "steps": ({}, change_rank(1, lambda _, adam: adam[1]["step"].add_(7)), "step counters differ", "ZR729"),
     "not Adam": (
         {},
@@ -158,7 +158,7 @@ BROKEN = {
     "model parallel": ({"model": {"mp_world_size": 2}}, None, "model-parallel", "ZR731"),
     "experts": ({"model": {"num_experts": [4]}}, None, "mixture-of-experts", "ZR731"),
     "stage 0": ({"zero_optimization": {"stage": 0}}, None, "ZeRO stage 0", "ZR731"),
-    "masters alone in bf16": ({"bf16": {"bf16_master_weights_and_grads": True}}, None, "states in fp32", "ZR731"),
+    "masters alone in bf16": ({"bf16": {"bf16_master_weights_and_grads": True}}, None, "fp32 states", "ZR731"),
     "NVMe": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, None, "on NVMe", "ZR731"),
 }
 
@@ -316,8 +316,8 @@ def test_a_folder_outside_the_checkpoint_is_not_followed(stranger, tmp_path, mar
     plant(tmp_path / "planted" / MODEL, mark, "zip 2")
     (stranger / "latest").write_text("../../planted")
     write_manifest(stranger, {"step": 7})
-    assert "is no folder of this checkpoint" in refusal_of(reshard, stranger, 1, 2).what
-    assert "is no folder of this checkpoint" in checkpoint_fault(stranger) and not mark.exists()
+    assert "is not a folder of this checkpoint" in refusal_of(reshard, stranger, 1, 2).what
+    assert "is not a folder of this checkpoint" in checkpoint_fault(stranger) and not mark.exists()
 
 
 def test_a_model_s_own_code_is_not_run_by_check(tmp_path, mark, capsys):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, GPT2Config, LlamaConfig
 
 from tests.helpers import faults
 from tests.helpers.damage import refusal_of
@@ -99,6 +99,14 @@ def test_lora_with_another_tokenizers_chat_template_on_tied_embeddings(found, tm
         assert (("error", "lora_template") in found(keys | {"model_name_or_path": str(tmp_path)})) is tied
 
 
+def test_linear_layers_that_bitsandbytes_passes_over(found, tmp_path):
+    """GPT-2's are Conv1D, which it does replace."""
+    for config, passes in ((FalconConfig, True), (GPT2Config, False), (LlamaConfig, False)):
+        config(vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=4).save_pretrained(tmp_path)
+        keys = faults.FOUR | {"random_weights": False, "model_name_or_path": str(tmp_path)}
+        assert (("error", "quantizes_nothing") in found(keys)) is passes, config
+
+
 def test_the_shipped_configurations_have_no_finding(found):
     """On two nodes of two, where ZeRO++ belongs; its quantizer exists for GPUs only, and for sizes that divide."""
     for path in sorted((ROOT / "ds_configs").glob("*.json")):
@@ -163,7 +171,7 @@ def test_room_and_buffers_of_nvme(large, tmp_path):
 
     assert findings() == []
     ((full,), (narrow,)) = findings(free=10**6), findings(buffer_size=1000)
-    assert (full.code, full.level) == ("ZR619", "error") and f"to {tmp_path}, which has 1.00 MB free" in full.what
+    assert (full.code, full.level) == ("ZR619", "error") and f"to {tmp_path}, which has only 1.00 MB free" in full.what
     assert (narrow.code, narrow.level) == ("ZR620", "error") and "buffer_size 1,000" in narrow.what
 
 

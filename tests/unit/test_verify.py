@@ -96,7 +96,7 @@ def test_adapters(adapter):
     config = json.loads((adapter / "adapter_config.json").read_text())
     for values in ({"target_modules": ["nobody"]}, {"peft_type": "NOBODY"}):
         (adapter / "adapter_config.json").write_text(json.dumps(config | values))
-        assert "adapter that cannot be put on its base" in fault(adapter)
+        assert "adapter that does not fit its base model" in fault(adapter)
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "nobody/nothing"}))
     verify(adapter)  # a base that is not at hand is not compared with
 
@@ -105,7 +105,7 @@ def test_numbers_are_read_only_by_deep(whole, capsys):
     path, original = whole / save.SINGLE, load_file(whole / save.SINGLE)
     broken = original[MATRIX].clone()
     broken[1, 2] = float("nan")
-    for tensor, message in ((broken, f"{MATRIX} has 1 numbers"), (torch.zeros_like(broken), f"{MATRIX} is all zero")):
+    for tensor, message in ((broken, f"{MATRIX} has 1 NaN"), (torch.zeros_like(broken), f"{MATRIX} is all zero")):
         change(path, **{MATRIX: tensor})
         verify(whole)
         assert message in fault(whole, deep=True)
@@ -121,7 +121,7 @@ def test_checksums_show_what_headers_do_not(whole, capsys):
     verify(whole, deep=True)
     tensors, other = load_file(whole / save.SINGLE), MATRIX.replace("layers.0", "layers.1")
     change(whole / save.SINGLE, **{MATRIX: tensors[other], other: tensors[MATRIX]})
-    assert f"{save.SINGLE} is lost or not what was saved" in fault(whole, deep=True)
+    assert f"{save.SINGLE} is missing or was changed" in fault(whole, deep=True)
     assert cli.main(["verify", str(whole)]) == 1 and "SHA-256" in capsys.readouterr().err
     assert cli.main(["verify", str(whole), "--skip_checksums"]) == 0
     (whole / save.CHECKSUMS).write_text("[]")
@@ -136,28 +136,28 @@ def test_a_checkpoint_is_whole_with_all_files_of_its_manifest(whole):
     states.parent.mkdir()
     torch.save(torch.ones(30), states)
     save.begin_checkpoint(whole)
-    assert "not written to its end" in fault(whole)
+    assert "is incomplete" in fault(whole)
     save.write_manifest(whole, {"step": 7})
     verify(whole, deep=True)
     flip(states, random.Random(1))
-    assert "its checksum is another" in fault(whole)
+    assert "its checksum differs" in fault(whole)
     states.unlink()
-    assert f"global_step7/{states.name} is not there" in fault(whole)
+    assert f"global_step7/{states.name} is missing" in fault(whole)
 
 
 def test_files_that_are_lost_or_cut_off(whole, sharded, tmp_path):
     path, data = whole / save.SINGLE, (whole / save.SINGLE).read_bytes()
     for damaged in (data[:-1], data[:100], b"", b"\xff" * 8 + data[8:]):
         path.write_bytes(damaged)
-        assert "model.safetensors is cut off or damaged" in fault(whole)
+        assert "model.safetensors is truncated or damaged" in fault(whole)
     path.unlink()
     assert "no weights" in fault(whole) and "no weights" in fault(tmp_path / "nowhere")
     index = json.loads((sharded / save.INDEX).read_text())
     (sharded / save.INDEX).write_text("[]")
-    assert f"{save.INDEX} is cut off or damaged" in fault(sharded)
+    assert f"{save.INDEX} is truncated or damaged" in fault(sharded)
     (sharded / save.INDEX).write_text(json.dumps(index))
     (sharded / index["weight_map"][MATRIX]).unlink()
-    assert f"{index['weight_map'][MATRIX]} is cut off or damaged: No such file" in fault(sharded)
+    assert f"{index['weight_map'][MATRIX]} is truncated or damaged: No such file" in fault(sharded)
 
 
 def test_what_is_lost_or_added_after_a_save_is_seen(whole):
@@ -166,11 +166,11 @@ def test_what_is_lost_or_added_after_a_save_is_seen(whole):
     verify(whole)
     for name in ("chat_template.jinja", "special_tokens_map.json"):
         (whole / name).write_text("{}")
-        assert f"{name} came afterwards" in fault(whole)
+        assert f"also load {name}" in fault(whole)
         (whole / name).unlink()
     (whole / save.CHECKSUMS).write_text('{"files": {}}')
-    assert "came afterwards" in fault(whole)
+    assert "also load" in fault(whole)
     (whole / save.CHECKSUMS).unlink()
-    assert "is lost, which the run has written" in fault(whole)
+    assert "is missing, although the run wrote it" in fault(whole)
     (whole / "recipe.resolved.yaml").write_text("skip_checksums: true\n")
     verify(whole)

@@ -101,7 +101,7 @@ def _refuse_foreign(output_dir: Path) -> None:
     """Neither what is renamed nor what is deleted may be another program's."""
     for folder in (output_dir, previous_of(output_dir)):
         if folder.exists() and not _is_ours(folder):
-            raise _not_kept(output_dir, f"{folder} holds no run of zero-recipes")
+            raise _not_kept(output_dir, f"{folder} has no run of zero-recipes")
 
 
 def refuse_in_use(output_dir: Path) -> None:
@@ -148,7 +148,7 @@ def _acquire(lock: FileLock, output_dir: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        print(f"{output_dir} is on a file system without locks: another run in it is not seen", flush=True)
+        print(f"{output_dir} is on a file system without locks, so other runs in it are not detected", flush=True)
 
 
 def _release(lock: FileLock, output_dir: Path) -> None:

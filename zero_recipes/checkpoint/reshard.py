@@ -149,7 +149,7 @@ def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
         if isinstance(base, dict):
             kinds = {key for state in base["state"].values() for key in state} - {"step"}
         if kinds != set(ADAM_STATES) or len(base["state"]) != len(flats):
-            raise _other(checkpoint, f"with other optimizer states than Adam's: {', '.join(sorted(map(str, kinds)))}")
+            raise _other(checkpoint, f"with optimizer states other than Adam's: {', '.join(sorted(map(str, kinds)))}")
         # torch and DeepSpeedCPUAdam count in each state, FusedAdam in its groups
         counted = [state["step"] for state in base["state"].values() if "step" in state]
         steps |= {int(step) for step in counted or [group["step"] for group in base["param_groups"]]}
@@ -231,7 +231,7 @@ def _unreadable(folder: Path, model: dict[str, Any]) -> str | None:
         "by a model-parallel run": model["mp_world_size"] != 1 or any(folder.glob("*mp_rank_01*")),
         "by a mixture-of-experts run": "num_experts" in model,
         "in fp16": config.raw.get("fp16", {}).get("enabled"),
-        "with masters in bf16 and states in fp32": config.bf16_masters and not config.bf16_states,
+        "with bf16 master weights and fp32 states": config.bf16_masters and not config.bf16_states,
         "with mics_shard_size": config.zero.get("mics_shard_size", -1) > 0,
         "with states on NVMe": config.on_nvme,
     }

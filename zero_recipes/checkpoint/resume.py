@@ -135,7 +135,7 @@ def _last_whole(output_dir: Path) -> Path | None:
             return checkpoint
         if save.is_foreign(checkpoint):
             raise refusal("ZR704", checkpoint=checkpoint)
-        say(f"passed over: {fault}")
+        say(f"skipped: {fault}")
     done = [*output_dir.glob("*.safetensors"), *output_dir.glob("pytorch_model*.bin")]
     if done:
         raise refusal("ZR705", output_dir=output_dir, name=done[0].name)
@@ -221,7 +221,7 @@ def clear_unfinished(output_dir: Path) -> None:
         if checkpoint.is_symlink() or save.is_foreign(checkpoint):
             continue  # no run of ours made it
         if save.is_unfinished(checkpoint):
-            say(f"deleted: {checkpoint}, which was not written to its end")
+            say(f"deleted: {checkpoint}, which is incomplete")
             shutil.rmtree(checkpoint)
         elif fault := save.checkpoint_fault(checkpoint):
             _move_aside(checkpoint, fault)

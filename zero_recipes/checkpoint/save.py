@@ -109,14 +109,14 @@ def is_foreign(checkpoint: Path) -> bool:
 def checkpoint_fault(checkpoint: Path) -> str | None:
     """The first fault that shows without a look into the large files; None if there is none."""
     if is_unfinished(checkpoint):
-        return f"{checkpoint} was not written to its end: a process was killed while it saved, or the disk was full."
+        return f"{checkpoint} is incomplete: a process was killed while it saved, or the disk was full."
     found = read_manifest(checkpoint)
     if found is None:
-        return f"{checkpoint} has no {MANIFEST} that is as it was written."
+        return f"The {MANIFEST} of {checkpoint} is missing or was changed."
     for name, size in found["files"].items():
         path = checkpoint / name
         if not path.is_file() or path.stat().st_size != size:
-            return f"{path} is not there with the {size:,} bytes that were written."
+            return f"{path} is missing, or does not have the {size:,} bytes that were written."
     return document_fault(checkpoint)
 
 
@@ -125,7 +125,7 @@ def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
     found = read_manifest(checkpoint) or {"files": {}, "checksums": {}}
     largest_first = sorted(found["checksums"], key=lambda name: (-found["files"][name], name))
     wrong = first_changed(checkpoint, {name: found["checksums"][name] for name in largest_first[share::of]})
-    return None if wrong is None else f"{checkpoint / wrong} is not what was written: its checksum is another."
+    return None if wrong is None else f"{checkpoint / wrong} was changed after it was written: its checksum differs."
 
 
 def document_fault(checkpoint: Path) -> str | None:
@@ -136,7 +136,7 @@ def document_fault(checkpoint: Path) -> str | None:
         if (checkpoint / LATEST).exists():
             states = (checkpoint / (checkpoint / LATEST).read_text().strip()).resolve()
             if states.parent != checkpoint.resolve() or not states.is_dir():
-                raise ValueError(f"{states.name[:40]!r} is no folder of this checkpoint")
+                raise ValueError(f"{states.name[:40]!r} is not a folder of this checkpoint")
         for name in (STATE, HISTORY, INDEX_OF_STATES):
             if (checkpoint / name).exists():
                 dict(json.loads((checkpoint / name).read_text()))
@@ -190,8 +190,8 @@ def compare_with_class(folder: Path, trust_remote_code: bool = False) -> dict[st
     entries = entries_of(folder)
     if not entries or not all(entry.elements for entry in entries.values()):
         raise NotWhole(
-            f"{folder} holds no whole model: no weights, or empty tensors, as a save under ZeRO stage 3 without "
-            "stage3_gather_16bit_weights_on_model_save writes them."
+            f"{folder} has no complete model: no weights, or empty tensors, as ZeRO stage 3 saves them without "
+            "stage3_gather_16bit_weights_on_model_save."
         )
     if (folder / ADAPTER).is_file():
         _compare_with_adapter(folder, entries, trust_remote_code)
@@ -213,7 +213,7 @@ def entries_of(folder: Path) -> dict[str, Entry]:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
                 entries |= {name: Entry(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise NotWhole(f"{path} is cut off or damaged: {first_line(error)}") from error
+        raise NotWhole(f"{path} is truncated or damaged: {first_line(error)}") from error
     return entries
 
 
@@ -231,7 +231,7 @@ def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # a config's values reach the model's own code: whatever it raises
-        raise NotWhole(f"{folder} has weights, but no model can be made of it: {first_line(error)}") from error
+        raise NotWhole(f"{folder} has weights, but no model can be built from it: {first_line(error)}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         _raise_if_any(folder, kind.replace("_", " "), set(map(str, report[kind])))
 
@@ -253,7 +253,7 @@ def _compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_
             tuned = get_peft_model(AutoModelForCausalLM.from_config(base, trust_remote_code=trust_remote_code), config)
         made = get_peft_model_state_dict(tuned, save_embedding_layers=False)
     except Exception as error:  # peft looks each value up in tables of its own
-        raise NotWhole(f"{folder} has an adapter that cannot be put on its base: {first_line(error)}") from error
+        raise NotWhole(f"{folder} has an adapter that does not fit its base model: {first_line(error)}") from error
     _raise_if_any(folder, "missing", made.keys() - entries.keys())
 
 
@@ -288,7 +288,7 @@ def make_lora_of_base(folder: Path, start: dict[str, torch.Tensor]) -> None:
 
 def _raise_if_any(folder: Path, what: str, names: set[str]) -> None:
     if names:
-        raise NotWhole(f"{folder} is not whole: {what} {', '.join(sorted(names)[:3])} ({len(names)} in all)")
+        raise NotWhole(f"{folder} is not complete: {what} {', '.join(sorted(names)[:3])} ({len(names)} in all)")
 
 
 def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
@@ -300,9 +300,9 @@ def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
         if not tensor.is_floating_point() or tensor.element_size() == 1:  # torch has no isfinite for 8 bits
             continue
         if count := int((~torch.isfinite(tensor)).sum()):
-            raise NotWhole(f"{entry.file} is not whole: {name} has {count:,} numbers that are NaN or infinite.")
+            raise NotWhole(f"{entry.file} is damaged: {name} has {count:,} NaN or infinite values.")
         if zeros and tensor.ndim >= 2 and not tensor.any():
-            raise NotWhole(f"{entry.file} is not whole: {name} is all zero.")
+            raise NotWhole(f"{entry.file} is damaged: {name} is all zero.")
 
 
 def write_checksums(folder: Path) -> None:

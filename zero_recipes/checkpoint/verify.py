@@ -25,7 +25,7 @@ def verify(
     if fault is None and not skip_checksums:
         fault = save.content_fault(folder) or _changed_since_saved(folder)
     if fault is None and (folder / save.STATE).is_file() and (code := code_in(folder)) is not None:
-        fault = f"{folder} holds {code}. A pickle can run any program while it is read; it has not been."
+        fault = f"{folder} holds {code}. Loading a pickle can run any program, so it was not loaded."
     if fault is not None:
         raise save.NotWhole(fault)
     entries = save.compare_with_class(folder, trust_remote_code)
@@ -44,7 +44,7 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:
     try:
         AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # the library's parsers raise what they like; tokenizers a bare Exception
-        raise save.NotWhole(f"{folder} is not whole: its tokenizer cannot be read: {first_line(error)}") from error
+        raise save.NotWhole(f"{folder} is not complete: its tokenizer cannot be read: {first_line(error)}") from error
 
 
 def _changed_since_saved(folder: Path) -> str | None:
@@ -54,14 +54,14 @@ def _changed_since_saved(folder: Path) -> str | None:
         resolved = folder / "recipe.resolved.yaml"
         has_model = resolved.is_file() and any(folder.glob("*.safetensors"))
         written = has_model and not yaml.safe_load(resolved.read_text()).get("skip_checksums")
-        return f"{path} is lost, which the run has written." if written else None
+        return f"{path} is missing, although the run wrote it." if written else None
     try:
         files = dict(json.loads(path.read_text())["files"])
         wrong = save.first_changed(folder, files, "sha256")
         if added := sorted({*save.saved_files(folder)} - {*files}):
-            return f"{folder} is not what was saved: {', '.join(added[:3])} came afterwards, and is loaded with it."
+            return f"{folder} was changed after saving: it would also load {', '.join(added[:3])}."
     except (OSError, ValueError, TypeError, KeyError) as error:
         return f"{path} cannot be read: {first_line(error)}"
     if wrong is None:
         return None
-    return f"{folder} is not whole: {wrong} is lost or not what was saved (SHA-256). If that is meant, delete {path}."
+    return f"{folder} is damaged: {wrong} is missing or was changed (SHA-256). If this is intended, delete {path}."

@@ -1,18 +1,16 @@
-"""Room for a run: memory of the host, disk for checkpoints and swap files. Lower bounds."""
+"""Room for a run: memory of the host, disk for checkpoints and swap files. Lower bounds. It imports no torch itself."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_recipes.checkpoint.output_dir import previous_of, saved_in
 from zero_recipes.config.ds_config import DsConfig, number_in
 from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host, pinned_bytes
-from zero_recipes.model import built_or_none
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes
 
 DEFAULT_BUFFER = 10**8  # elements: deepspeed/runtime/zero/offload_config.py
@@ -21,6 +19,8 @@ DEFAULT_BUFFER = 10**8  # elements: deepspeed/runtime/zero/offload_config.py
 def room_findings(run: RunConfig, config, here: int, host: Host) -> list[Finding]:
     """What depends on the number of parameters, and on a checkpoint's size. `config`: the model's, None where it is not
     at hand; `here`: processes on this machine."""
+    from zero_recipes.model import built_or_none
+
     model = config and built_or_none(config, run.settings.trust_remote_code)
     findings = list(resume_findings(run, here, host))
     if model is None:
@@ -56,6 +56,8 @@ def resume_findings(run: RunConfig, here: int, host: Host) -> Iterator[Finding]:
 
 def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
     """More to save than the disk takes: the run would end at its first checkpoint or, trained, at its last line."""
+    from zero_recipes.checkpoint.output_dir import previous_of, saved_in
+
     terms = disk_terms(run.strategy, run.settings, config, psi, here)
     free = host.free_disk(run.output_dir)
     # what goes before: under overwrite the run before the last one, else checkpoints, one by one by save_total_limit

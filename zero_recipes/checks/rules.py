@@ -15,6 +15,9 @@ from typing import Any
 
 import yaml
 from huggingface_hub import constants, get_token
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import Settings
@@ -128,7 +131,7 @@ def silent(run: Candidate) -> dict[str, Any]:
     quantized = settings.load_in_4bit or settings.load_in_8bit
     dtype, loading = RUN_DTYPES.get(settings.precision), settings.accelerator_config
     adapter = {"peft_type": "LORA", "init_lora_weights": True} | (settings.peft_config or {})
-    start = str(adapter["init_lora_weights"])
+    start, own_groups = str(adapter["init_lora_weights"]), re.search("galore|apollo|lomo", str(settings.optim).lower())
     return {
         "hub_strategy": settings.push_to_hub and settings.hub_strategy not in ("every_save", "end"),
         "jit_checkpoint": settings.enable_jit_checkpoint,
@@ -145,6 +148,9 @@ def silent(run: Candidate) -> dict[str, Any]:
         and (
             quantized or settings.use_dora or run.strategy.is_fsdp or {"rank_pattern", "alpha_pattern"} & adapter.keys()
         ),
+        "loraplus": settings.loraplus_lr_ratio is not None
+        and (not settings.use_peft or adapter["peft_type"] != "LORA" or run.value("optimizer") or own_groups),
+        "quantizes_nothing": quantized and run.model is not None and not has_quantizable_layers(run.model),
         "quantized_random": quantized and settings.random_weights,
         "eight_bit_stage_3": settings.load_in_8bit and run.stage == 3,
         "four_bit_fsdp": settings.load_in_4bit and run.strategy.is_fsdp and storage != dtype,
@@ -155,6 +161,12 @@ def silent(run: Candidate) -> dict[str, Any]:
         "quantized_twice": quantized
         and (run.ds.offload_param == "nvme" or run.ds.quantizes_weights or run.ds.hpz_partition_size != 1),
     }
+
+
+def has_quantizable_layers(model: nn.Module) -> bool:
+    """Whether bitsandbytes replaces a layer: none of a class derived from torch's, nor the LM head."""
+    kept = get_keys_to_not_convert(model)
+    return any(type(m) in (nn.Linear, Conv1D) and name not in kept for name, m in model.named_modules())
 
 
 def packing(run: Candidate) -> Iterator[Finding]:

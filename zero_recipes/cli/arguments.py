@@ -9,7 +9,7 @@ from typing import Any
 from zero_recipes.cli import check, env, import_config, train, verbs
 from zero_recipes.core.files import at_hand
 
-RECIPE = "a recipe, e.g. recipes/pythia.yaml, or pythia.yaml of the package"
+RECIPE = "a recipe, e.g. recipes/pythia.yaml, or pythia.yaml for the one in the package"
 TRUST = "run the model's own code"
 
 
@@ -46,29 +46,29 @@ def names(text: str) -> list[str]:
 def _add_strategies(verb, default: str) -> None:
     """--strategies or --config_file."""
     either = verb.add_mutually_exclusive_group()
-    either.add_argument("--strategies", type=names, help=f"names by comma, or all; default: {default}")
-    either.add_argument("--config_file", type=accelerate_file, help="one by its accelerate file, e.g. zero3.yaml")
+    either.add_argument("--strategies", type=names, help=f"comma-separated names, or all; default: {default}")
+    either.add_argument("--config_file", type=accelerate_file, help="one strategy by its file, e.g. zero3.yaml")
 
 
 def _add_machines(verb) -> None:
     """What a plan is made for."""
-    verb.add_argument("--gpus", required=True, help="how many; several by comma (1,2,4,8): the smallest that fits")
+    verb.add_argument("--gpus", required=True, help="number of GPUs; of a list (1,2,4,8), the smallest that fits")
     verb.add_argument("--gpu", default="h100-80gb", help="GPU type; docs/commands.md lists all; default: %(default)s")
     _add_strategies(verb, "the stages and CPU offload")
-    verb.add_argument("--gpus_per_node", type=COUNT, default=8, help="most GPUs in one machine; default: %(default)s")
+    verb.add_argument("--gpus_per_node", type=COUNT, default=8, help="maximum GPUs per machine; default: %(default)s")
     verb.add_argument("--host_memory", type=AMOUNT, help="host memory of each machine in GB; default: no limit")
     verb.add_argument("--nvme", type=AMOUNT, help="NVMe disk of each machine in GB, for ZeRO-Infinity")
-    verb.add_argument("--network", type=AMOUNT, help="GB/s between machines for each GPU (400 Gb/s are 50)")
+    verb.add_argument("--network", type=AMOUNT, help="GB/s between machines per GPU (400 Gb/s is 50)")
     verb.add_argument("--quick", action="store_true", help="use formulas instead of the simulated engine")
-    verb.add_argument("--price", type=AMOUNT, help="price of one GPU for one hour; prints the price of the run")
-    verb.add_argument("--mean_tokens", type=AMOUNT, help="mean tokens of a row, if the data is not on this machine")
+    verb.add_argument("--price", type=AMOUNT, help="price per GPU-hour; prints the price of the run")
+    verb.add_argument("--mean_tokens", type=AMOUNT, help="mean tokens per row, if the data is not on this machine")
     verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU, for its speed")
-    verb.add_argument("--hardware", type=Path, help="further GPUs, in the form of zero_recipes/core/hardware.yaml")
+    verb.add_argument("--hardware", type=Path, help="file with more GPUs, like zero_recipes/core/hardware.yaml")
 
 
 def parse_arguments(argv: list[str] | None, description: str | None = None) -> argparse.Namespace:
     """The subcommand's arguments, with `func` that runs it and returns the exit code."""
-    epilog = "zero-recipes SUBCOMMAND --help; docs/commands.md has more."
+    epilog = "For options, run zero-recipes SUBCOMMAND --help. See also docs/commands.md."
     parser = argparse.ArgumentParser(prog="zero-recipes", description=description, epilog=epilog)
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="SUBCOMMAND")
 
@@ -95,103 +95,103 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
     if hasattr(arguments, "overrides"):
         arguments.overrides = rest
     elif rest:
-        parser.error(f"unknown: {' '.join(rest)}")
+        parser.error(f"unknown arguments: {' '.join(rest)}")
     return arguments
 
 
 def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> None:
-    verb = add(train.init, "copy recipes, ds_configs, accelerate_configs, run_sft.py and the demo's data, to edit them")
-    verb.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this one")
+    verb = add(train.init, "copy recipes, ds_configs, accelerate_configs, run_sft.py and the demo's data for editing")
+    verb.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: the current folder")
 
-    verb = of_recipe(train.train, "run a recipe on all GPUs of this machine, through accelerate's launcher")
+    verb = of_recipe(train.train, "run a recipe on all GPUs of this machine with accelerate's launcher")
     verb.add_argument("--config_file", type=accelerate_file, help="e.g. zero3.yaml; default: the recipe's, or ddp.yaml")
-    verb.add_argument("--num_processes", type=COUNT, help="on all machines; default: one a GPU, 1 without GPUs")
-    verb.add_argument("--hosts", type=names, help="all machines by comma; start the command on each")
+    verb.add_argument("--num_processes", type=COUNT, help="on all machines; default: one per GPU, 1 without GPUs")
+    verb.add_argument("--hosts", type=names, help="all machines, comma-separated; run the command on each")
     verb.add_argument("--machine_rank", type=int, default=0, help="rank of this machine, from 0")
 
     verb = add(verbs.fetch, "download a recipe's model and data into the cache, and print their size")
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
 
-    verb = of_recipe(check.check, "print every problem, with its cause and fix, before you pay for a GPU")
+    verb = of_recipe(check.check, "print every problem with its cause and fix, before you pay for a GPU")
     verb.add_argument("--config_file", type=accelerate_file, help="the accelerate file of the launch, e.g. zero3.yaml")
-    verb.add_argument("--num_processes", type=COUNT, help="of the launch, one a GPU; default: the accelerate file's")
-    verb.add_argument("--gpu", help="check for this card instead of this machine, e.g. h100-80gb; names as in plan")
-    upgrade = "write and check RECIPE.upgraded.yaml with TRL's current keys, and a ds_config that runs"
+    verb.add_argument("--num_processes", type=COUNT, help="processes, one per GPU; default: the accelerate file's")
+    verb.add_argument("--gpu", help="check for this GPU instead of this machine, e.g. h100-80gb; names as in plan")
+    upgrade = "write and check RECIPE.upgraded.yaml with TRL's current keys, and a working ds_config"
     verb.add_argument("--upgrade", action="store_true", help=upgrade)
-    verb.add_argument("--data", action="store_true", help="tokenize the rows, count tokens with loss, show three rows")
+    verb.add_argument("--data", action="store_true", help="tokenize the rows, count supervised tokens, show three rows")
     verb.add_argument("--show", action="store_true", help='print the ds_config with every "auto" filled in')
-    verb.add_argument("--traceback", action="store_true", help="show where a library refused the run")
+    verb.add_argument("--traceback", action="store_true", help="show where a library raised its error")
 
-    text = "write a recipe from a file of axolotl, LLaMA-Factory, ms-swift or torchtune; name what has no counterpart"
+    text = "convert an axolotl, LLaMA-Factory, ms-swift or torchtune file to a recipe, and list what has no counterpart"
     verb = add(import_config.import_, text)
-    verb.add_argument("file", type=Path, help="its YAML file, or a script with a `swift sft` command")
-    verb.add_argument("--output", type=Path, help="the recipe; default: FILE.recipe.yaml here")
-    verb.add_argument("--allow", type=names, help="keys, by comma, to leave out although the training then differs")
+    verb.add_argument("file", type=Path, help="a YAML file, or a script with a `swift sft` command")
+    verb.add_argument("--output", type=Path, help="file for the recipe; default: FILE.recipe.yaml in this folder")
+    verb.add_argument("--allow", type=names, help="comma-separated keys to leave out, although the training differs")
 
     verb = of_recipe(verbs.plan, "compute memory, time and cost of each strategy before you rent a GPU")
-    size = "instead of a recipe: a Llama-like model of this many, e.g. 7e9; bf16, micro batches of 1 x 2,048 tokens"
+    size = "plan a Llama-like model of this size instead of a recipe, e.g. 7e9; bf16, micro batches of 1 x 2,048 tokens"
     verb.add_argument("--params", type=AMOUNT, help=size)
     _add_machines(verb)
-    verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
+    verb.add_argument("--max", action="store_true", help="find the largest micro batch and longest sequences that fit")
     verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.txt and plan.png there")
     verb.add_argument("-v", "--verbose", action="store_true", help="also print parts, phases and caveats")
-    verb.add_argument("--json", action="store_true", help="print JSON alone")
+    verb.add_argument("--json", action="store_true", help="print only JSON")
 
-    verb = of_recipe(verbs.rent, "write the plan's choice as files for SkyPilot, SLURM and Kubernetes")
+    verb = of_recipe(verbs.rent, "write job files for SkyPilot, SLURM and Kubernetes with the plan's recommendation")
     _add_machines(verb)
-    verb.add_argument("--image", default="zero-recipes", help="that you pushed, for Kubernetes; default: %(default)s")
-    verb.add_argument("--output_dir", type=Path, default=Path(), help="folder for the files; default: this one")
+    verb.add_argument("--image", default="zero-recipes", help="pushed image, for Kubernetes; default: %(default)s")
+    verb.add_argument("--output_dir", type=Path, default=Path(), help="folder for the files; default: the current one")
     verb.set_defaults(params=None, max=False)
 
-    verb = add(verbs.meet, "check before a launch that several machines reach each other, and name the missing ones")
-    verb.add_argument("--hosts", type=names, required=True, help="all machines by comma, by machine rank")
+    verb = add(verbs.meet, "check before a launch that the machines can reach each other, and name the missing ones")
+    verb.add_argument("--hosts", type=names, required=True, help="all machines, comma-separated, by machine rank")
     verb.add_argument("--machine_rank", type=int, required=True, help="rank of this machine, from 0")
     verb.add_argument("--port", type=COUNT, default=29501, help="port of the first machine, open to the others")
     verb.add_argument("--seconds", type=AMOUNT, default=60.0, help="how long to wait")
 
     add(env.env, "print this machine's GPUs, driver, memory, disks and versions")
 
-    verb = of_recipe(verbs.sweep, "run and measure one strategy or value after another")
+    verb = of_recipe(verbs.sweep, "run and measure several strategies or values, one after another")
     _add_strategies(verb, ",".join(verbs.STAGES))
-    verb.add_argument("--num_processes", type=COUNT, default=2, help="of each run; default: %(default)s")
-    verb.add_argument("--output_dir", type=Path, help="for the runs; default: output/<recipe>-sweep")
-    values = "a run for each value of a key of the recipe, or of the ds_config by its path; several: all combinations"
+    verb.add_argument("--num_processes", type=COUNT, default=2, help="processes per run; default: %(default)s")
+    verb.add_argument("--output_dir", type=Path, help="folder for the runs; default: output/<recipe>-sweep")
+    values = "one run per value of a recipe key, or of a ds_config key by its path; repeat it for all combinations"
     verb.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=a,b,c", help=values)
 
-    verb = of_recipe(verbs.tune, "find the fastest settings on this machine, and write RECIPE.tuned.yaml")
+    verb = of_recipe(verbs.tune, "find the fastest settings on this machine and write RECIPE.tuned.yaml")
     verb.add_argument("--minutes", type=AMOUNT, default=10.0, help="how long to measure; default: %(default)g")
-    verb.add_argument("--num_processes", type=COUNT, help="of each run; default: one a GPU, 2 without GPUs")
-    verb.add_argument("--strategies", type=names, help="default: ddp and stages 1 to 3, offload where none fits")
-    verb.add_argument("--output_dir", type=Path, help="for the runs; default: output/<recipe>-tune")
+    verb.add_argument("--num_processes", type=COUNT, help="processes per run; default: one per GPU, 2 without GPUs")
+    verb.add_argument("--strategies", type=names, help="default: ddp and stages 1 to 3, or offload if none fits")
+    verb.add_argument("--output_dir", type=Path, help="folder for the runs; default: output/<recipe>-tune")
 
 
 def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb = add(verbs.report, "recommend a strategy from measured runs; write tables, plots and one HTML page")
-    verb.add_argument("folder", type=Path, help="of a sweep or a run, e.g. output/pythia-sweep")
+    verb.add_argument("folder", type=Path, help="folder of a sweep or a run, e.g. output/pythia-sweep")
 
     def of_model(func: Callable[[argparse.Namespace], int], text: str, overrides: bool) -> argparse.ArgumentParser:
         verb = add(func, text, overrides=overrides)
         verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
-        verb.add_argument("--base", help="folder or name; default: of the run's recipe or the adapter; none: no base")
+        verb.add_argument("--base", help="base model (folder, name or none); default: from the run or the adapter")
         verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
         return verb
 
-    text = "give a saved model and its base the same prompts and score both; or start a conversation"
+    text = "prompt a saved model and its base model with the same prompts and score both, or chat with them"
     verb = of_model(verbs.ask, text, overrides=True)
     either = verb.add_mutually_exclusive_group()
-    either.add_argument("--prompts", type=Path, help="JSON Lines, or a prompt a line; default: the recipe's")
+    either.add_argument("--prompts", type=Path, help="JSON Lines, or one prompt per line; default: the recipe's")
     either.add_argument("--chat", action="store_true", help="start a conversation; with --base also with the base")
-    verb.add_argument("--max_new_tokens", type=COUNT, help="default: the recipe's, 256 in a conversation")
-    verb.add_argument("--output_dir", type=Path, help="for samples.jsonl; default: output/ask-<model>")
+    verb.add_argument("--max_new_tokens", type=COUNT, help="default: the recipe's value, or 256 in a conversation")
+    verb.add_argument("--output_dir", type=Path, help="folder for samples.jsonl; default: output/ask-<model>")
 
-    verb = of_model(verbs.evaluate, "score a saved model and its base on tasks of lm-eval", overrides=False)
-    verb.add_argument("--tasks", type=names, required=True, help="names of tasks by comma, e.g. hellaswag,arc_easy")
-    verb.add_argument("--include_path", type=Path, help="folder with your own tasks, YAML files of lm-eval")
-    verb.add_argument("--limit", type=COUNT, help="rows of each task; default: all")
+    verb = of_model(verbs.evaluate, "score a saved model and its base model on lm-eval tasks", overrides=False)
+    verb.add_argument("--tasks", type=names, required=True, help="comma-separated task names, e.g. hellaswag,arc_easy")
+    verb.add_argument("--include_path", type=Path, help="folder with your own tasks (lm-eval YAML files)")
+    verb.add_argument("--limit", type=COUNT, help="rows per task; default: all")
     verb.add_argument("--num_fewshot", type=int, help="examples in the prompt; default: the task's")
     verb.add_argument("--batch_size", type=COUNT, default=8, help="default: %(default)s")
     verb.add_argument("--apply_chat_template", action="store_true", help="use the model's chat template")
-    verb.add_argument("--output_dir", type=Path, help="for evaluations.json; default: the model's, for report and card")
+    verb.add_argument("--output_dir", type=Path, help="for evaluations.json; default: the model's folder")
 
     verb = add(verbs.verify, "check that a saved model, adapter or checkpoint is complete")
     verb.add_argument("folder", type=Path, help="e.g. output/pythia, or output/pythia/checkpoint-500")
@@ -199,26 +199,26 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--skip_checksums", action="store_true", help="do not compare checksums")
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
-    text = "export a run's model: LoRA merged, safetensors, GGUF, Ollama's Modelfile"
+    text = "export a run's model, with LoRA merged, as safetensors, GGUF and an Ollama Modelfile"
     verb = add(verbs.export, text, overrides=True)
     verb.add_argument("folder", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
-    verb.add_argument("--gguf", nargs="+", default=[], choices=verbs.GGUF, help="files for llama.cpp and Ollama")
-    verb.add_argument("--llama_cpp", type=Path, help="a folder of llama.cpp; default: the pinned source, downloaded")
-    verb.add_argument("--base", help="of an adapter: folder or name; default: the adapter's own")
+    verb.add_argument("--gguf", nargs="+", default=[], choices=verbs.GGUF, help="file types for llama.cpp and Ollama")
+    verb.add_argument("--llama_cpp", type=Path, help="llama.cpp folder; default: download the pinned source")
+    verb.add_argument("--base", help="base model of an adapter: folder or name; default: the adapter's own")
     verb.add_argument("--output_dir", type=Path, help="default: <folder>-export")
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
-    verb = add(verbs.push, "upload a run's model, card and measurements to the hub, without paths of this machine")
+    verb = add(verbs.push, "upload a run's model, model card and measurements to the Hub, without local paths")
     verb.add_argument("folder", type=Path, help="a run's output_dir, e.g. output/pythia")
     verb.add_argument("--hub_model_id", required=True, help="the repository, e.g. me/pythia-alpaca")
     verb.add_argument("--private", action="store_true", help="create it as a private repository")
 
-    verb = add(verbs.reshard, "write a checkpoint for another ZeRO stage and number of processes")
+    verb = add(verbs.reshard, "convert a checkpoint to another ZeRO stage and number of processes")
     verb.add_argument("checkpoint", type=Path, help="e.g. output/pythia/checkpoint-500; it is not changed")
     verb.add_argument("--world_size", type=COUNT, required=True, help="processes of the next run")
     verb.add_argument("--stage", type=int, choices=(1, 2, 3), required=True, help="its ZeRO stage")
     verb.add_argument("--skip_checksums", action="store_true", help="do not compare or write checksums")
-    verb.add_argument("--trust_checkpoint", action="store_true", help="load pickles that can run any program")
+    verb.add_argument("--trust_checkpoint", action="store_true", help="load pickles that can run arbitrary code")
 
-    verb = add(verbs.explain, "explain a code: cause, fix, example")
+    verb = add(verbs.explain, "explain a code, with its cause, fix and an example")
     verb.add_argument("code", help="e.g. ZR104; docs/codes.md lists all")

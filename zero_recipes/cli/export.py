@@ -88,11 +88,11 @@ def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:
         merged = model.merge_and_unload(safe_merge=True)
         gap = ((merged(input_ids=ids).logits.float() - before).abs().max() / before.abs().max()).item()
     bound = BOUNDS.get(merged.dtype, BOUND_OF_16_BITS)
-    print(f"merged: logits differ by {gap:.1e} of the largest logit, the bound is {bound:g}", flush=True)
+    print(f"merged: logits differ by {gap:.1e} of the largest logit (limit {bound:g})", flush=True)
     if target.recipe.settings.load_in_4bit or target.recipe.settings.load_in_8bit:
-        print("the adapter was trained on quantised weights; it is merged into the base's 16-bit ones", flush=True)
+        print("the adapter was trained on quantized weights; it is merged into 16-bit weights", flush=True)
     if not gap <= bound:
-        raise NotExported(f"{target.folder} merged is another model: its logits differ by {gap:.1e} of the largest.")
+        raise NotExported(f"Merging {target.folder} changed the model: logits differ by {gap:.1e} of the largest.")
     return merged
 
 
@@ -132,7 +132,7 @@ def _quantizer(llama_cpp: Path) -> str | None:
 
 
 def _missing(folder: Path | None, kinds: list[str], target: ask.Target) -> Iterator[tuple[str, str]]:
-    """(what the files need and is not there, how to fix it); what downloads nothing first."""
+    """(what is missing for the files, how to fix it); first what needs no download."""
     for name in ("xllamacpp", "sentencepiece"):
         if importlib.util.find_spec(name) is None:
             yield f"the package {name}", "pip install 'zero-recipes[gguf]'"
@@ -140,14 +140,14 @@ def _missing(folder: Path | None, kinds: list[str], target: ask.Target) -> Itera
         yield f"an adapter (for {LORA})", "Leave it out: the model has no LoRA."
     llama_cpp = _source(folder)
     if not (llama_cpp / "convert_hf_to_gguf.py").is_file():
-        yield f"{llama_cpp}/convert_hf_to_gguf.py", "Name a folder of llama.cpp: --llama_cpp FOLDER."
+        yield f"{llama_cpp}/convert_hf_to_gguf.py", "Set --llama_cpp to a llama.cpp folder."
     if BY_QUANTIZER in kinds and _quantizer(llama_cpp) is None:
-        yield f"llama-quantize (for {BY_QUANTIZER})", "Install llama.cpp; it is looked for on the PATH."
+        yield f"llama-quantize (for {BY_QUANTIZER})", "Install llama.cpp, and add it to the PATH."
     place = target.base if target.is_adapter else str(target.folder)
     config = load_config(target.settings.replace(model_name_or_path=place))
     name = (config.architectures or ["a model without a name"])[0]
     if name not in _run(llama_cpp, "convert_hf_to_gguf.py", "--print-supported-models").split():
-        yield f"a converter for {name}", "Export it without --gguf: llama.cpp does not know it."
+        yield f"a converter for {name}", "Export without --gguf: llama.cpp does not support it."
 
 
 def _run(llama_cpp: Path, script: str, *arguments: Any) -> str:
@@ -157,7 +157,7 @@ def _run(llama_cpp: Path, script: str, *arguments: Any) -> str:
     done = subprocess.run(command, env=own, text=True, capture_output=True)
     if done.returncode:
         last_line = (done.stderr.strip() or "nothing").splitlines()[-1]
-        raise NotExported(f"llama.cpp's {script} failed: {last_line}. What was written before it is whole.")
+        raise NotExported(f"llama.cpp's {script} failed: {last_line}. Files written before are complete.")
     return done.stdout + done.stderr
 
 
@@ -225,8 +225,8 @@ def _compare(file: Path, expected: dict[str, list[int]], start: str | None, adap
         alike = next((n for n, (own, other) in enumerate(pairs) if own != other), min(len(tokens), len(wanted)))
         equal, same = equal + (tokens == wanted), same + alike
     share = same / sum(map(len, expected.values()))
-    result = f"{equal} of {len(expected)} greedy answers are transformers', {share:.0%} of the tokens"
-    print(f"{(adapter or file).name}: {result} up to the first that differs", flush=True)
+    result = f"{equal} of {len(expected)} greedy answers match transformers, and {share:.0%} of the tokens"
+    print(f"{(adapter or file).name}: {result} up to the first difference", flush=True)
     return share >= LEAST_SAME or not file.name.endswith("f16.gguf")
 
 

@@ -46,7 +46,7 @@ class Draft:
             self.recipe[key] = merged, why
 
     def remarks(self) -> list[str]:
-        titles = {"not done here": self.loses, "another training": self.changes, "note": self.note}
+        titles = {"not supported": self.loses, "training differs": self.changes, "note": self.note}
         return [f"{title}: {key}: {effect}" for title, items in titles.items() for key, effect in items.items()]
 
     def text(self) -> str:
@@ -97,7 +97,7 @@ def translated(path: Path, recipe: Path) -> Draft:
     if args := draft.recipe.get("optim_args", ({}, ""))[0]:
         draft.put("the optimizer's keys", optim_args=", ".join(f"{key}={value}" for key, value in args.items()))
     if not draft.recipe["datasets"][0] and not draft.changes:
-        draft.changes["datasets"] = "there is none in the file"
+        draft.changes["datasets"] = "the file names none"
     return draft
 
 
@@ -106,7 +106,8 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     if (command := _swift_command(text)) is not None:
         words = shlex.split(command)
         options, file = _options(words), words[0].endswith((".yaml", ".json")) and _upwards(path, words[0])
-        return "ms-swift", (yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}) | options
+        options = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}) | options
+        return "ms-swift", _exported(options, text) if "cached_dataset" in options else options
     theirs = yaml.safe_load(text)
     for source in ("axolotl", "LLaMA-Factory", "torchtune"):
         if isinstance(theirs, dict) and not theirs.keys().isdisjoint(table(source)["signs"]):
@@ -115,11 +116,11 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     raise refusal("ZR893", path=path)
 
 
-def _swift_command(script: str) -> str | None:
-    """The words after `swift sft`, with the script's variables, and divisions by expr; None where there are none."""
+def _swift_command(script: str, verb: str = "sft") -> str | None:
+    """The words after `swift VERB`, with the script's variables, and divisions by expr; None where there are none."""
     values = dict(re.findall(r"^(\w+)=(\S+)$", script, re.MULTILINE))
     script = re.sub(r"\$\{?(\w+)\}?", lambda name: values.get(name[1], name[0]), script)
-    if (found := re.search(r"^[^#\n]*\bswift sft\s((?:.*\\\n)*.*)", script, re.MULTILINE)) is None:
+    if (found := re.search(rf"^[^#\n]*\bswift {verb}\s((?:.*\\\n)*.*)", script, re.MULTILINE)) is None:
         return None
     command = re.sub(r"(^|\s)#.*", r"\1", found[1])  # shlex takes the # of data#500 for a comment, too
     each, nodes = (re.search(rf"\b{name}=(\d+)", script) for name in ("NPROC_PER_NODE", "NNODES"))
@@ -141,6 +142,19 @@ def _options(words: list[str]) -> dict[str, Any]:
     return {key: words if key in several else yaml.safe_load(" ".join(words)) for key, words in options.items()}
 
 
+def _exported(options: dict[str, Any], script: str) -> dict[str, Any]:
+    """The options with the data of a `swift export --to_cached_dataset` of the script, which keeps rows as they are and
+    adds their lengths (swift/pipelines/export/cached_dataset.py)."""
+    made = _options(shlex.split(_swift_command(script, "export") or ""))
+    folder, known = made.get("output_dir"), table("ms-swift")["exported"]
+    cached = {"cached_dataset": f"{folder}/train", "cached_val_dataset": f"{folder}/val"}
+    same = cached | {"model": made.get("model")}
+    if made.keys() - known or any(options.get(key) != value for key, value in same.items()):
+        return options
+    data = {key: made[key] for key in ("dataset", "split_dataset_ratio") if key in made}
+    return {key: value for key, value in options.items() if key not in cached} | data
+
+
 def _flat(theirs: Mapping[str, Any], nested: Sequence[str]) -> dict[str, Any]:
     """{"outer.inner": value} of the keys of `nested`."""
     deep = {key: value for key, value in theirs.items() if isinstance(value, dict) and key in nested}
@@ -151,7 +165,7 @@ def _flat(theirs: Mapping[str, Any], nested: Sequence[str]) -> dict[str, Any]:
 def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
     """One key by its row of the table."""
     value, why = draft.theirs.get(key), key
-    unknown = {"changes": f"this key is not known here, with the value {value!r}"}
+    unknown = {"changes": f"this key is unknown to zero-recipes (value {value!r})"}
     row, tuned = row or unknown, table(draft.source).get("tuned")
     if value is None:
         value, why = row.get("default"), f"{draft.source}'s default"
@@ -164,7 +178,7 @@ def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
     if values is not None:
         for one in value if isinstance(value, list) else [value]:
             known = values.get(str(one).lower() if isinstance(one, bool) else one)
-            draft.changes |= {key: f"{one!r} is not known here"} if known is None else {}
+            draft.changes |= {key: f"the value {one!r} is not supported"} if known is None else {}
             draft.put(why, **(known or {}))
     elif "to" in row:
         value = float(value) if row.get("number") else [value] if row.get("list") and isinstance(value, str) else value
@@ -194,7 +208,7 @@ def _template(draft: Draft, name: str | None, mask: str, content: str = "m['cont
         sets = "".join(f"{{%- set {key} = {json.dumps(value)} %}}\n" for key, value in known.items())
         draft.files[file] = sets + table("templates")[body].replace("m['content']", f"({content})")
     else:
-        draft.changes["template"] = f"{name!r} is not known here"
+        draft.changes["template"] = f"the template {name!r} is not supported"
     draft.loses |= {"template": parts["loses"]} if "loses" in parts else {}
     draft.put(f"template {name}", chat_template_path=str(file), **parts.get("sets", {}))
 
@@ -209,11 +223,13 @@ def _sharding(draft: Draft) -> None:
     elif named and "." not in named:  # ms-swift's own, which have the names of those here
         draft.put("deepspeed", deepspeed=f"{named}.json")
     elif named:
-        draft.loses["deepspeed"] = f"{named} is not here; zero-recipes plan finds a strategy"
+        draft.loses["deepspeed"] = f"{named} was not found; zero-recipes plan recommends a strategy"
     elif any(value for key, value in draft.theirs.items() if key.partition(".")[0] in ("fsdp", "fsdp_config")):
+        if str(draft.theirs.get("fsdp")).endswith(".json"):
+            draft.loses["fsdp"] = f"{draft.theirs['fsdp']} is not read: fsdp2.yaml shards weights, offloads nothing"
         draft.put("fsdp", accelerate_config="zero2.yaml" if draft.theirs.get("load_in_8bit") else "fsdp2.yaml")
         if draft.theirs.get("load_in_8bit"):
-            draft.loses["fsdp"] = "weights in 8 bits are whole on every GPU (ZeRO-2): FSDP2 cannot shard them"
+            draft.loses["fsdp"] = "every GPU holds all 8-bit weights (ZeRO-2), because FSDP2 cannot shard them"
 
 
 def _upwards(path: Path, named: str) -> Path | None:
@@ -238,7 +254,7 @@ def _axolotl(draft: Draft, theirs: Mapping[str, Any]) -> None:
     for one in sets:
         odd = [key for key in one if key not in known["read"] and one[key] not in (None, known["usual"].get(key))]
         if not kinds <= {"alpaca", "chat_template", "completion"} or odd or len(kinds) > 1:
-            draft.changes["datasets"] = f"type {', '.join(sorted(kinds))}, {odd or 'in this form'}, is not known here"
+            draft.changes["datasets"] = f"type {', '.join(sorted(kinds))}, {odd or 'in this form'}, is not supported"
         columns = {"text": one.get("field")} if kinds == {"completion"} else {"messages": one.get("field_messages")}
         more = {key: one.get(key) for key in ("name", "split", "data_files")}
         entries.append(_entry(one["path"], columns=columns, **more))
@@ -248,10 +264,10 @@ def _axolotl(draft: Draft, theirs: Mapping[str, Any]) -> None:
     elif kinds == {"chat_template"}:
         _template(draft, sets[0].get("chat_template") or theirs.get("chat_template"), "answer")
         if not {"eot_tokens", "special_tokens.eos_token"} & theirs.keys():
-            draft.note["eot_tokens"] = "the end of a turn has loss; in axolotl only where it is the eos_token"
+            draft.note["eot_tokens"] = "the end of a turn is supervised; in axolotl only if it is the eos_token"
         if theirs.get("train_on_inputs"):
-            draft.changes["train_on_inputs"] = "the words of all roles have loss, without what the template writes"
-    draft.put("axolotl's default, there at most 100 steps", warmup_steps=0.03)
+            draft.changes["train_on_inputs"] = "the text of all roles is supervised, without the template's own tokens"
+    draft.put("axolotl's default, where it is at most 100 steps", warmup_steps=0.03)
     epochs = theirs.get("num_epochs", 1)
     for verb, usual in (("save", "epoch"), ("eval", "no")):
         often, steps = theirs.get(f"{verb}s_per_epoch") or 0, theirs.get(f"{verb}_steps")
@@ -267,29 +283,37 @@ def _factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
     if (kind := theirs.get("finetuning_type", "lora")) in ("lora", "oft"):
         modules = theirs.get(f"{kind}_target", "all").replace("all", "all-linear").replace(" ", "").split(",")
         draft.put(f"{kind}_target", lora_target_modules=modules)
+        if theirs.get("loraplus_lr_ratio") and any("embed" in name or name == "wte" for name in modules):
+            draft.changes["lora_target"] = "LoRA+ gives one of the two matrices of an embedding the usual learning rate"
     if kind == "lora":
         draft.put("LLaMA-Factory's default, twice the rank", lora_alpha=2 * theirs.get("lora_rank", 8))
-    info = _upwards(draft.path, f"{theirs.get('dataset_dir', 'data')}/dataset_info.json")
+    repository = str(theirs.get("dataset_dir", "data")).removeprefix("REMOTE:")
+    info, subsets = _upwards(draft.path, f"{repository}/dataset_info.json"), table("LLaMA-Factory")["remote"]
     known, entries = json.loads(info.read_text(encoding="utf-8")) if info else {}, []
+    if repository in subsets:
+        known = {name: {"hf_hub_url": repository, "subset": name} for name in subsets[repository]}
+        draft.loses["dataset_dir"] = f"subsets of {repository} by their names: its dataset_info.json is not read"
     renamed = table("LLaMA-Factory")["columns"]
     for name in map(str.strip, str(theirs.get("dataset")).split(",")):
         row = known.get(name, {})
         path = str(info.with_name(row["file_name"])) if "file_name" in row else row.get("hf_hub_url")
         odd = {*row.get("columns", {})} - {*renamed} | {"ranking", "folder"} & row.keys()
         if odd or path is None:
-            draft.changes["dataset"] = f"{name} has {', '.join(sorted(odd)) or 'no file or name of the hub'}"
+            draft.changes["dataset"] = f"{name} has {', '.join(sorted(odd)) or 'no file and no Hub name'}"
             continue
         count, columns = theirs.get("max_samples"), {renamed[key]: old for key, old in row.get("columns", {}).items()}
         split = f"{row.get('split', 'train')}[:{count}]" if count else row.get("split")
         entries.append(_entry(path, columns=columns, split=split, name=row.get("subset")))
     draft.put("dataset, by dataset_info.json", datasets=entries)
-    draft.note["cutoff_len"] = "a longer row is cut at its end here, there in proportion in prompt and answer"
+    draft.note["cutoff_len"] = "longer rows are truncated at the end; there, prompt and answer in proportion"
     _sharding(draft)
 
 
 def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     rows, model, entries = table("ms-swift"), str(theirs.get("model")), []
     theirs["model"] = rows["names"].get(model, model)
+    if "nproc_per_node" in theirs:
+        theirs["nproc_per_node"] //= theirs.get("sequence_parallel_size", 1)
     name = next((name for models, name in rows["models"].items() if fnmatchcase(model, models)), "of this model")
     template, content, replaced, sets = theirs.get("template", name), "m['content']", {}, theirs.get("dataset") or []
     parts = table("templates")["ms-swift"].get(template, {})
@@ -297,9 +321,9 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     for path, _, count in (named.partition("#") for named in sets):
         known = rows["hub"].get(path, {"path": path})
         if path not in rows["hub"] and Path(path).suffix not in FORMATS:
-            draft.changes["dataset"] = f"{path} is a name of ModelScope, which the hub may not have"
+            draft.changes["dataset"] = f"{path} is a ModelScope name, which the Hub may not have"
         if ("content" in known and len(sets) > 1) or known.get("think", parts.get("think")) != parts.get("think"):
-            draft.changes["dataset"] = f"swift rewrites the rows of {path} alone"
+            draft.changes["dataset"] = f"swift rewrites the rows of {path} only"
         if known.get("download"):
             draft.note[path] = f"first modelscope download --dataset {path} --local_dir {Path(known['path']).parent}"
         content, replaced = known.get("content", content), replaced | known.get("replace", {})
@@ -307,12 +331,14 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
         whole, rest = divmod(int(count), size or int(count) + 1) if count else (1, 0)
         entries += [_entry(known["path"]) for _ in range(whole)]
         if rest:
-            again = "" if size else "; swift takes fewer rows several times"
-            draft.loses["dataset"] = f"the first {rest} rows, where swift draws {rest}{again}"
+            again = "" if size else ", and repeats a smaller data set"
+            draft.loses["dataset"] = f"the first {rest} rows; swift draws {rest} at random{again}"
             entries.append(_entry(known["path"], split=f"train[:{rest}]"))
     replaced = {old: theirs.get(new) if new in rows["keys"] else new for old, new in replaced.items()}
     for old in (old for old, new in replaced.items() if not isinstance(new, str)):
-        draft.changes["dataset"] = f"{old} in its rows becomes one name or two, by their language"
+        draft.changes["dataset"] = f"swift replaces {old} in the rows by names that depend on their language"
+    if theirs.get("loss_scale") == "all" and parts.get("think"):
+        draft.changes["loss_scale"] = "all but empty thoughts have loss"
     silent = {"body": "answers", "empty_thoughts": False} if theirs.get("loss_scale") == "ignore_empty_think" else {}
     more = silent | {key: theirs[key] for key in theirs if key == "system"}
     filters = "".join(f" | replace({json.dumps(old)}, {json.dumps(new)})" for old, new in replaced.items())
@@ -334,27 +360,27 @@ def _torchtune(draft: Draft, theirs: Mapping[str, Any]) -> None:
         row = known["data"].get(one.get("_component_", "").rpartition(".")[2], {"path": None, "all": False})
         odd = [key for key in one if key not in known["read"] and one[key] is not None]
         if odd or "dataset_format" not in row:
-            draft.changes["dataset"] = f"{one.get('_component_')}, {odd or 'of this kind'}, is not known here"
+            draft.changes["dataset"] = f"{one.get('_component_')}, {odd or 'of this kind'}, is not supported"
         columns = one.get("column_map") or {"messages": one.get("conversation_column")}
         more = {key: one.get(key, row.get(key)) for key in ("name", "split", "data_files", "dataset_format")}
         entries.append(_entry(str(one.get("source", row["path"])), columns=columns, **more))
         loss.add((bool(one.get("train_on_input", row["all"])), bool(one.get("packed"))))
     if len(loss) > 1:
-        draft.changes["dataset"] = "loss on the prompts, or packs, of some data sets only"
+        draft.changes["dataset"] = "only some data sets have a loss on prompts, or packing"
     everything, packing = max(loss, default=(False, False))
     draft.put("dataset", datasets=entries, packing=packing)
     tokenizer = str(theirs.get("tokenizer._component_")).rpartition(".")[2]
     _template(draft, tokenizer, "template", loss=["user", "assistant"] if everything else ["assistant"])
     of, _, builder = str(theirs.get("model._component_")).rpartition(".")
     if not of.startswith("torchtune.models"):
-        draft.changes["model"] = f"{of}.{builder} is not known here"
+        draft.changes["model"] = f"{of}.{builder} is not supported"
     if builder.startswith(("lora_", "qlora_")):
         named = [*theirs.get("model.lora_attn_modules", []), *(key for key in known["modules"] if theirs.get(key))]
         modules = [module for name in named for module in known["modules"].get(name, [name])]
         draft.put("model", use_peft=True, lora_target_modules=modules)
-        draft.note["save_adapter_weights_only"] = "an adapter is saved alone; zero-recipes export merges it"
+        draft.note["save_adapter_weights_only"] = "only the adapter is saved; zero-recipes export merges it"
     elif theirs.get("optimizer.weight_decay") != 0:
-        draft.loses["optimizer.weight_decay"] = "the scales of the norms do not decay, as transformers has it"
+        draft.loses["optimizer.weight_decay"] = "norm weights have no weight decay, as in transformers"
     if builder.startswith("qlora_") or theirs.get("model.quantize_base"):
         draft.put("model", **known["quantized"])
     if theirs.get("max_steps_per_epoch") and theirs.get("epochs") != 1:

@@ -1,4 +1,4 @@
-"""Check, plan, measure and compare runs of run_sft.py, and look after what they leave."""
+"""Check, plan, measure and compare fine-tuning runs, and work with their results."""
 
 import sys
 

@@ -25,7 +25,7 @@ def rent(arguments: argparse.Namespace) -> int:
     with working("planning"):
         request = read_request(arguments, arguments.overrides)
         answer = answer_by(Predictor(quick=True), arguments, request)
-        answer = answer if arguments.quick else simulated(answer, arguments)
+        answer = answer if arguments.quick else simulated(answer, arguments, Predictor())
     job = answer.advice.job
     if job is None:
         raise refusal("ZR906", recipe=arguments.recipe, gpus=arguments.gpus, gpu=arguments.gpu)

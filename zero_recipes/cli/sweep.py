@@ -81,7 +81,7 @@ def sweep(
     shared, swap = list(overrides), output_dir / "swap"
     swaps = any(name.endswith("_infinity") for name in configs)
     if swaps and settings.nvme_path is None and NVME_PATH not in os.environ:
-        console.print(plain(f"no {NVME_PATH}: ZeRO-Infinity swaps to {swap}"), soft_wrap=True)
+        console.print(plain(f"{NVME_PATH} is not set: ZeRO-Infinity swaps to {swap}"), soft_wrap=True)
         swap.mkdir(parents=True, exist_ok=True)
         shared += ["--nvme_path", str(swap)]
     ended = {}
@@ -95,7 +95,7 @@ def sweep(
         ending += f", see {folder / 'log.txt'}" if row.status != "ok" else ""
         if row.status == "refused":
             ending += f": {row.error.removeprefix('refused: ').partition(' why: ')[0]}"
-        ending += f"; the results that were there are in {previous}" if previous else ""
+        ending += f"; earlier results are now in {previous}" if previous else ""
         console.print(plain(ending), soft_wrap=True)
     return ended
 
@@ -268,9 +268,9 @@ def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[s
         except (yaml.YAMLError, TypeError, ValueError) as error:
             raise _unreadable(text, f"{' '.join(str(error).split())}.") from None
         if not values or len(written) < len(values):
-            raise _unreadable(text, "It has a key, and distinct values by comma.")
+            raise _unreadable(text, "It needs a key and distinct, comma-separated values.")
         if key in sets or key in recipes.named_on(overrides, types):
-            raise _unreadable(text, f"{key} is given twice. Name it in one --set, with all its values.")
+            raise _unreadable(text, f"{key} is given twice. Put all its values into one --set.")
         sets[key] = values
     return sets
 

@@ -21,14 +21,14 @@ from rich.console import Console
 from zero_recipes.checkpoint.output_dir import inputs_of
 from zero_recipes.cli import sweep
 from zero_recipes.config.accelerate import FOLDER, launched_environment
-from zero_recipes.config.recipe import Recipe, derive_accumulation
+from zero_recipes.config.recipe import Recipe, RowLengths, derive_accumulation
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import FILES, at_hand, write_text
 from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.core.host import Host, hardware_facts
 from zero_recipes.core.tables import Column, plain, print_columns, terminal, working
 from zero_recipes.core.units import count, percent, significant
-from zero_recipes.data.prepare import RowLengths, rows_at_hand
+from zero_recipes.data.prepare import rows_at_hand
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import Metrics
 from zero_recipes.plan.job import Job, job_of, model_config, read_recipe
@@ -36,7 +36,7 @@ from zero_recipes.plan.predict import Predictor, fit_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 OFFLOADED = ("zero2_offload", "zero3_offload")  # where none of the others fits
-FIRST_STEPS = 12
+FIRST_STEPS, FIRST_SECONDS = 12, 6.0  # of a candidate's first run, at least: 12 short steps vary by more than 10 %
 SAMPLED = 1000  # rows, for the length of packs
 APART, PACKED_APART = 0.01, 0.1  # of the mean loss: the same rows in a step; other rows, as many tokens
 RECOMPUTES = "activation_checkpointing"
@@ -76,7 +76,7 @@ def tune(arguments: argparse.Namespace) -> int:
     rows = halved(field, measure, 60 * arguments.minutes, console)
     print_columns([Column("Candidate", lambda row: described(row.run))], MEASURED, rows, console)
     if rows[0].status != "ok":
-        console.print(f"none has run; the logs are below {folder}")
+        console.print(f"no candidate finished; see the logs in {folder}")
         return 1
     config = rows[0].run.config_in(new.with_suffix(""))
     launch = f"accelerate launch --config_file {config} --num_processes {processes} run_sft.py"
@@ -166,9 +166,9 @@ def described(run: sweep.SweepRun) -> str:
     words += [f"packs of {values['max_length']}"] if "packing" in values else []
     if "per_device_train_batch_size" in values:
         words.append(f"{values['per_device_train_batch_size']} x {values['gradient_accumulation_steps']}")
-    words += [f"recomputing {'on' if values[RECOMPUTES] else 'off'}"] if RECOMPUTES in values else []
+    words += [f"activation checkpointing {'on' if values[RECOMPUTES] else 'off'}"] if RECOMPUTES in values else []
     words += ["larger buckets"] if any("." in key for key in values) else []
-    return ", ".join(words if values else [*words, "as it is"])
+    return ", ".join(words if values else [*words, "unchanged"])
 
 
 # how it is measured
@@ -195,7 +195,7 @@ class Row:
     @property
     def status(self) -> str:
         limit = PACKED_APART if "packing" in self.run.values else APART
-        return "another loss" if self.apart is not None and not self.apart <= limit else self.metrics.status
+        return "loss differs" if self.apart is not None and not self.apart <= limit else self.metrics.status
 
     @property
     def summary(self) -> str:
@@ -209,7 +209,7 @@ MEASURED = [
     Column("Steps", lambda row: str(row.steps)),
     Column("Step", lambda row: f"{significant(row.metrics.step_seconds.median)} s" if row.speed else ""),
     Column("Tokens/s", lambda row: count(row.speed or None)),
-    Column("Loss apart", lambda row: percent(row.apart)),
+    Column("Loss diff", lambda row: percent(row.apart)),
 ]
 
 
@@ -218,17 +218,25 @@ def halved(
 ) -> list[Row]:
     """All that were measured, the fastest first: those of later rounds before those of earlier ones. The first round
     may take half of the time; another one begins only if it will end in time."""
+
+    def measured(number: int, run: sweep.SweepRun) -> Row:
+        label = f"[{number}/{len(field)}, {steps} steps] {described(run)}"
+        row = measure(run, steps, label)
+        to.print(plain(f"{label}: {row.summary}"), soft_wrap=True)
+        return row
+
     steps, last, ends = FIRST_STEPS, {}, time.monotonic() + seconds
+    first = measured(1, field[0])
+    if first.speed:
+        steps = max(steps, math.ceil(FIRST_SECONDS / first.metrics.step_seconds.median))
+    ran = [first] if steps == FIRST_STEPS else []
     while True:
-        ran: list[Row] = []
-        for number, run in enumerate(field, 1):
+        for number, run in enumerate(field[len(ran) :], len(ran) + 1):
             longest = max((row.seconds for row in ran), default=0.0)
-            if steps == FIRST_STEPS and ran and ends - time.monotonic() - longest < seconds / 2:
-                to.print(f"{len(field) - len(ran)} candidates are left out: there is no time for them")
+            if not last and ran and ends - time.monotonic() - longest < seconds / 2:
+                to.print(f"{len(field) - len(ran)} candidates were skipped for lack of time")
                 break
-            label = f"[{number}/{len(field)}, {steps} steps] {described(run)}"
-            ran.append(measure(run, steps, label))
-            to.print(plain(f"{label}: {ran[-1].summary}"), soft_wrap=True)
+            ran.append(measured(number, run))
         for row in compared(ran):  # of its rounds the fastest counts: other load on the machine only slows one down
             fastest = max(row, last.get(row.run.name, row), key=lambda one: one.speed)
             last[row.run.name] = replace(row, metrics=fastest.metrics) if row.status == "ok" else row
@@ -238,7 +246,7 @@ def halved(
         needed = sum(row.seconds + steps * row.metrics.step_seconds.median for row in going_on)
         if len(good) < 3 or time.monotonic() + needed > ends:
             return ordered
-        field, steps = [row.run for row in going_on], 2 * steps
+        field, steps, ran = [row.run for row in going_on], 2 * steps, []
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
@@ -256,7 +264,7 @@ def header(rows: Sequence[Row], processes: int) -> list[str]:
     card, facts = rows[0].metrics.device, hardware_facts("cpu")
     machine = f"{facts['cpu']}, {facts['cpu_cores']} cores" + ("" if card == "cpu" else f", {card}")
     lines = [f"  {described(row.run)}: {row.summary[:100]}" for row in rows]
-    return [f"Measured by zero-recipes tune, {processes} processes, {machine}; the fastest is this recipe:", *lines]
+    return [f"Measured by zero-recipes tune, {processes} processes, {machine}; this recipe is the fastest:", *lines]
 
 
 def tuned(recipe: Recipe, run: sweep.SweepRun, header: Sequence[str]) -> str:

@@ -46,7 +46,7 @@ def write_runnable_ds_config(named: Any) -> Path | None:
     with suppress(ValueError):
         if not changes and json.loads(text):
             return None
-    return _written(old.with_suffix(".upgraded.json"), written, changes, "; in the recipe, deepspeed: names it")
+    return _written(old.with_suffix(".upgraded.json"), written, changes, "; set deepspeed: to it in the recipe")
 
 
 def runnable_ds_config(pasted: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def upgrade(path: Path) -> tuple[str, list[str]]:
         new |= today
     if not changes:
         return path.read_text(), []
-    header = "".join(f"# {line}\n" for line in (f"{path} in today's keys:", *changes))
+    header = "".join(f"# {line}\n" for line in (f"{path} with current keys:", *changes))
     return header + yaml.safe_dump(new, sort_keys=False, allow_unicode=True), changes
 
 

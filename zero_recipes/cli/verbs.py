@@ -16,6 +16,7 @@ from zero_recipes.core.tables import working
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
 
+IMPORTING = "importing the libraries"
 GGUF = ("f16", "bf16", "q8_0", "q4_k_m", "lora")  # the last is the adapter alone
 
 
@@ -23,8 +24,10 @@ def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
     """The verb in the module of its name, which is imported when it runs."""
 
     def verb(arguments: argparse.Namespace) -> int:
-        quieten()
-        return getattr(import_module(f"zero_recipes.cli.{name}"), name)(arguments)
+        with working(IMPORTING):
+            quieten()
+            module = import_module(f"zero_recipes.cli.{name}")
+        return getattr(module, name)(arguments)
 
     verb.__name__ = name
     return verb
@@ -78,7 +81,7 @@ def fetch_kernel(attn_implementation: str | None) -> None:
         folder = Path(install_kernel(repository, revision=revision or kernel_version(repository)))
         print(f"{kernel}: {units.size(_bytes_in(folder.rglob('*')))}")
     except Exception as error:  # of kernels, huggingface_hub and the network, of many kinds
-        print(f"{kernel} is not fetched: {first_line(error)}")
+        print(f"{kernel} was not downloaded: {first_line(error)}")
 
 
 def _bytes_in(paths: Iterable[Path]) -> int:
@@ -87,19 +90,15 @@ def _bytes_in(paths: Iterable[Path]) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     quieten()
-    with working("loading torch and transformers"):
-        if not arguments.quick:
-            from zero_recipes.plan.simulator import parent
-
-            parent.start("gpu")  # loads the engine's libraries meanwhile
-        from zero_recipes.plan import command
+    from zero_recipes.plan import command
 
     arguments.strategies = strategies_of(arguments)
     return command.run(arguments, arguments.overrides)
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    from zero_recipes.cli.sweep import all_strategies, sweep
+    with working(IMPORTING):
+        from zero_recipes.cli.sweep import all_strategies, sweep
 
     output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
     strategies = strategies_of(arguments) or list(STAGES)
@@ -130,7 +129,7 @@ def verify(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     found = "{tensors} tensors, {parameters:,} parameters, {bytes:,} bytes".format_map(whole)
-    print(f"{arguments.folder}: whole, {found}")
+    print(f"{arguments.folder}: complete, {found}")
     return 0
 
 
@@ -158,7 +157,7 @@ def reshard(arguments: argparse.Namespace) -> int:
 
     to = (arguments.world_size, arguments.stage)
     folder, batch = reshard(arguments.checkpoint, *to, arguments.skip_checksums, arguments.trust_checkpoint)
-    print(f"written: {folder}", f"global batch kept: {batch.total} sequences ({batch})", sep="\n")
+    print(f"written: {folder}", f"global batch unchanged: {batch.total} sequences ({batch})", sep="\n")
     print(f"resume with:\n{resume_command(folder, batch, read_manifest(folder)['strategy'])}")
     return 0
 
@@ -167,7 +166,7 @@ def meet(arguments: argparse.Namespace) -> int:
     from zero_recipes.distributed.group import wait_for_hosts
 
     wait_for_hosts(arguments.hosts, arguments.machine_rank, arguments.port, arguments.seconds)
-    print(f"{len(arguments.hosts)} machines have met: {', '.join(arguments.hosts)}")
+    print(f"{len(arguments.hosts)} machines reach each other: {', '.join(arguments.hosts)}")
     return 0
 
 
@@ -181,7 +180,7 @@ def ask(arguments: argparse.Namespace) -> int:
 def explain(arguments: argparse.Namespace) -> int:
     code = arguments.code.upper()
     if code not in table():
-        print(f"there is no code {code}; docs/codes.md lists all", file=sys.stderr)
+        print(f"unknown code {code}; docs/codes.md lists all codes", file=sys.stderr)
         return REFUSED
     row = described(code)
     print(f"{code} ({row['area']}, {row['level']}): {row['what']}")

@@ -49,15 +49,17 @@ def read_accelerate_file(path: Path) -> "ClusterConfig":
             raise TypeError("it is for Amazon SageMaker, which starts its own machines")
         for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):
             if not isinstance(getattr(config, name), dict):  # accelerate does not check types
-                raise TypeError(f"{name} is no mapping")
+                raise TypeError(f"{name} is not a mapping")
         for name in ("num_processes", "num_machines"):
             setattr(config, name, max(1, int(getattr(config, name) or 1)))  # None and -1: the file does not say
     return config
 
 
-def launched_environment(config_file: Path | None, num_processes: int | None) -> dict[str, str]:
+def launched_environment(
+    config_file: Path | None, num_processes: int | None, findings: list[Finding] | None = None
+) -> dict[str, str]:
     """The variables that `accelerate launch` sets, by its own functions, and the number of processes. Raises Refusal
-    for a file that it does not take."""
+    for a file that it does not take. `findings`: where those about the file are added."""
     if config_file is None:
         return {} if num_processes in (None, 1) else {"WORLD_SIZE": str(num_processes)}
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -67,8 +69,11 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
     refuse_what_no_launch_takes(config, config_file)
     count = num_processes or config.num_processes
     options = ["--config_file", str(config_file), "--num_processes", str(count), "--main_process_port", "0"]
-    with library_error_as_finding(f"launching by {config_file}"), quiet(), clear_environment():
-        args, _, has_precision = _validate_launch_command(launch_command_parser().parse_args([*options, "run_sft.py"]))
+    with library_error_as_finding(f"launching with {config_file}"), quiet(), clear_environment():
+        args = launch_command_parser().parse_args([*options, "run_sft.py"])
+        if findings is not None:
+            findings += _file_findings(config, config_file, vars(args))
+        args, _, has_precision = _validate_launch_command(args)
         fields = [*config.deepspeed_config, *(["mixed_precision"] if has_precision else [])]
         args.deepspeed_fields_from_accelerate_config = ",".join(map(str, fields))
         if args.use_deepspeed:
@@ -83,11 +88,8 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
     return environment
 
 
-def launch_findings(path: Path) -> Iterator[Finding]:
-    """What `accelerate launch` takes from a file without a word."""
-    from accelerate.commands.launch import launch_command_parser
-
-    config, options = read_accelerate_file(path), vars(launch_command_parser().parse_args(["run_sft.py"]))
+def _file_findings(config: "ClusterConfig", path: Path, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """What `accelerate launch`, which has these options, takes from a file without a word."""
     if unknown := sorted(str(key) for key in config.deepspeed_config if key not in options):
         yield finding("ZR343", path=path, unknown=", ".join(unknown))
     if config.num_machines > 1:

@@ -56,7 +56,7 @@ def refuse_bad_schema(config: Mapping[str, Any], source: str) -> None:
     with library_error_as_finding(f"reading {source}"):
         for name in BLOCKS:
             if not isinstance(config.get(name, {}), dict):
-                raise TypeError(f"{name} is {config[name]!r}, no mapping")
+                raise TypeError(f"{name} is {config[name]!r}, not a mapping")
         zero = config.get("zero_optimization", {})
         stage = zero.get("stage", 0)
         if stage == "auto" or isinstance(stage, (bool, float)):

@@ -44,6 +44,7 @@ class RecipeArguments:
     random_weights: bool = _key("random_weights", False)
     allow_keys: list[str] | None = _key("allow_keys", None)  # noqa: RUF009
     peft_config: dict | str | None = _key("peft_config", None)  # noqa: RUF009
+    loraplus_lr_ratio: float | None = _key("loraplus_lr_ratio", None)
     save_model: bool = _key("save_model", True)
     save_on_signal: bool = _key("save_on_signal", True)
     stop_after_nonfinite_steps: int = _key("stop_after_nonfinite_steps", 3)
@@ -124,7 +125,7 @@ def key_findings(
         if key in renamed:
             today, note = renamed[key].get("to"), renamed[key].get("note", "")
             written = renamed[key].get("switch", today)
-            fix = f"Write `{written}`; zero-recipes check --upgrade does it. {note}" if today else note
+            fix = f"Write `{written}`, or run zero-recipes check --upgrade. {note}" if today else note
             yield finding("ZR101", key=key, where=where, fix=fix.strip(), recipe_key=key)
         elif key in launcher:
             yield finding("ZR102", key=key, where=where, recipe_key=key)

@@ -320,6 +320,31 @@ def steps_by_epochs(rows: int, settings: Settings, replicas: int) -> int:
 
 
 @dataclass(frozen=True)
+class RowLengths:
+    """`lengths`: tokens of rows as they are trained on, truncated. `sequences`: how many a micro batch counts them as:
+    so many as they are, or fewer where they are packed. `epoch`: sequences of the whole data; None where not known."""
+
+    lengths: tuple[float, ...]
+    sequences: float
+    epoch: int | None
+    source: str  # where they are from, in words
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a row."""
+        return sum(self.lengths) / len(self.lengths)
+
+
+def stated(mean: float, settings: Settings) -> RowLengths:
+    """Rows that all have so many tokens, and that fill their packs. Raises Refusal where max_length is less."""
+    longest = settings.max_length
+    if longest is not None and mean > longest:
+        raise refusal("ZR841", mean=mean, longest=longest)
+    sequences = mean / longest if settings.packing and longest else 1.0
+    return RowLengths((mean,), sequences, None, f"--mean_tokens {mean:g}, the same for all rows")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """What one run does, ready to start: nothing that could refuse it cheaply has."""
 

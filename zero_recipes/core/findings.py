@@ -33,7 +33,7 @@ AREAS = {
     "5": "data",
     "6": "machine",
     "7": "checkpoints and resuming",
-    "8": "planner; forms of data, files of other trainers",
+    "8": "planner, data formats, imports from other trainers",
     "9": "the finished model",
 }
 

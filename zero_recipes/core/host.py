@@ -257,7 +257,7 @@ def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
     found = [known[name]] if name in known else [gpu for key, gpu in known.items() if key.startswith(name.lower())]
     if len(found) == 1:
         return found[0]
-    what = f"{' and '.join(gpu.name for gpu in found)} begin so" if found else "no such GPU is known"
+    what = f"{' and '.join(gpu.name for gpu in found)} match" if found else "unknown GPU"
     raise refusal("ZR807", name=name, what=what, known=", ".join(known))
 
 

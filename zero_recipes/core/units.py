@@ -37,8 +37,8 @@ def duration(seconds: float) -> str:
 
 
 def money(value: float) -> str:
-    """In the currency of the price: 1,250, 12.35, 0.043."""
-    return f"{value:,.{0 if value >= 1000 else 2 if value >= 0.1 else 3}f}"
+    """In the currency of the price: 1,250, 12.35, 0.043, <0.001."""
+    return "<0.001" if 0 < value < 0.0005 else f"{value:,.{0 if value >= 1000 else 2 if value >= 0.1 else 3}f}"
 
 
 def significant(value: float) -> str:

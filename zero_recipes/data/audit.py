@@ -104,7 +104,7 @@ def _columns_read(rows: Dataset, text_field: str) -> tuple[str, ...]:
 
 def _chat_fault(messages: Any) -> str | None:
     if not isinstance(messages, list) or not messages:
-        return "is no list of messages"
+        return "is not a list of messages"
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not message.get("role"):
             return f"has no role in message {number}"
@@ -129,7 +129,7 @@ def _token_faults(rows: Dataset, vocabulary: int) -> Iterator[tuple[int, str, st
             known = (values >= 0) & (values < vocabulary) | ((values == -100) & (name == "labels"))
             for at in np.flatnonzero(~known) if name in ("input_ids", "labels") else ():
                 row = start + int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-                yield row, name, f"holds {values[at]}; the tokenizer's ids go from 0 to {vocabulary - 1}"
+                yield row, name, f"holds {values[at]}; the tokenizer's IDs go from 0 to {vocabulary - 1}"
         start += len(lengths)
 
 

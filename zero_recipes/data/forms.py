@@ -128,7 +128,7 @@ def _conversation(column: str, first: Mapping[str, Any]) -> Form:
 def _as_messages(column: str, speaker: str, text: str, system: str | None, row: dict[str, Any]) -> dict[str, Any]:
     roles, messages = tables()["roles"], []
     if not isinstance(row[column], list) or not row[column]:
-        raise TypeError(f"{column} is {row[column]!r}, no list of messages")
+        raise TypeError(f"{column} is {row[column]!r}, not a list of messages")
     for message in row[column]:
         name = message.get(speaker)
         if name not in roles:

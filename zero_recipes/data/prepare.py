@@ -23,7 +23,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.recipe import RowLengths, Settings
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import (
     Finding,
@@ -215,7 +215,7 @@ def prepare_split(
     rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool, split: str = "the data"
 ) -> tuple[Split, list[Finding]]:
     """One split tokenised whole and as it is trained on, its counts, and what is wrong with it. Raises Refusal."""
-    with library_error_as_finding(f"tokenising the rows of {split}"):
+    with library_error_as_finding(f"tokenizing the rows of {split}"):
         audits.refuse_broken_rows(rows, tokenizer, training_args.dataset_text_field, split)
         if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
             tokenised = ready = rows
@@ -276,31 +276,6 @@ def data_sha256(rows: Dataset) -> str:
 # the lengths of rows, for a plan
 
 
-@dataclass(frozen=True)
-class RowLengths:
-    """`lengths`: tokens of rows as they are trained on, truncated. `sequences`: how many a micro batch counts them as:
-    so many as they are, or fewer where they are packed. `epoch`: sequences of the whole data; None where not known."""
-
-    lengths: tuple[float, ...]
-    sequences: float
-    epoch: int | None
-    source: str  # where they are from, in words
-
-    @property
-    def mean(self) -> float:
-        """Tokens of a row."""
-        return sum(self.lengths) / len(self.lengths)
-
-
-def stated(mean: float, settings: Settings) -> RowLengths:
-    """Rows that all have so many tokens, and that fill their packs. Raises Refusal where max_length is less."""
-    longest = settings.max_length
-    if longest is not None and mean > longest:
-        raise refusal("ZR841", mean=mean, longest=longest)
-    sequences = mean / longest if settings.packing and longest else 1.0
-    return RowLengths((mean,), sequences, None, f"--mean_tokens {mean:g}, all rows alike")
-
-
 def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
     """The rows of a recipe: all as a run of it has prepared them, where one has, else at most PLANNED_ROWS of them
     tokenised and packed as a run does it; or why they are not known. Without asking the hub. `path`: the recipe's."""
@@ -312,7 +287,7 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
     except Refusal as refusal:
         return refusal.what
     except OSError:
-        return "neither data and tokenizer here nor in the cache"
+        return "data and tokenizer are not on this machine"
     except Exception as error:  # readers of a dozen formats and tokenizers: the run reports what is wrong
         return first_line(error)
 
@@ -326,7 +301,7 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
     rows, folder = data.train, _folder(data, args)
     if (folder / "audit.json").is_file():
         ready = datasets.load_from_disk(folder)["train"]
-        return _of_prepared(ready, f"all {len(rows):,} rows, as a run has prepared them")
+        return _of_prepared(ready, f"all {len(rows):,} rows, as prepared by an earlier run")
     ready = chosen = rows.select(range(0, len(rows), -(-len(rows) // PLANNED_ROWS)))
     if not (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
         ready = finish(tokenise(chosen, data.tokenizer, args), data.tokenizer, args, args.packing)

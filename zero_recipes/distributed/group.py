@@ -110,7 +110,7 @@ def rendezvous(
     except NotJoined as error:
         raise _apart(backend, f"waited {join_seconds:g} s for {world_size} ranks", str(error)) from error
     store.set_timeout(timeout)  # as init_process_group does with a store of its own
-    what = "cannot exchange data with the others"
+    what = "cannot exchange data with the other ranks"
     silent = _apart(backend, what, f"one number was not all-reduced within {exchange_seconds:g} s")
     timer = threading.Timer(exchange_seconds, lambda: os._exit(print_ending(silent)))
     timer.daemon = True

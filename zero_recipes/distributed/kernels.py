@@ -125,11 +125,11 @@ def build(ops: Iterable[str]) -> None:
 
     for op in ops:
         start, holder = time.monotonic(), _holders().get((extension_folder(os.environ, op) / "lock").resolve())
-        waits = f"waiting for process {holder}, which compiles {op}"
-        compiles = f"compiling {op}, once for this machine (async_io takes minutes, others less than one)"
+        waits = f"waiting for process {holder}, which is compiling {op}"
+        compiles = f"compiling {op}, once for this machine (async_io takes minutes, the others less than one)"
         with working(compiles if holder is None else waits):
             ALL_OPS[op].load(verbose=False)
-        print(f"{op} is compiled, after {time.monotonic() - start:.0f} s", flush=True)
+        print(f"compiled {op} in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def _is_seen(lock: Path) -> bool:
@@ -144,7 +144,7 @@ def remove_stale_locks() -> None:
     """Locks that a killed compiler left: who made one keeps it open (torch, utils/file_baton.py)."""
     locks = {lock.resolve() for lock in build_root(os.environ).rglob("lock") if _is_seen(lock)}
     for lock in sorted(locks - _holders().keys() if locks else ()):
-        print(f"removed a build lock that a killed compiler left: {lock}", flush=True)
+        print(f"removed the build lock of a killed compiler: {lock}", flush=True)
         lock.unlink(missing_ok=True)
 
 
@@ -160,7 +160,7 @@ def _holders() -> dict[Path, int]:
 def main(names: list[str]) -> None:
     """Compile what is missing of `names` for runs on CPUs; async_io is left out where libaio is not installed."""
     if "async_io" in names and not Host().libaio_headers():
-        print("async_io is not compiled: there is no libaio.h (apt-get install libaio-dev); NVMe offload needs it")
+        print("async_io, which NVMe offload needs, is not compiled: libaio.h is missing (apt-get install libaio-dev)")
         names = [name for name in names if name != "async_io"]
     remove_stale_locks()
     build(missing(names, "cpu"))

@@ -47,7 +47,7 @@ def claimed(folder: Path) -> Iterator[None]:
         raise refusal("ZR622", folder=folder, lock=folder / LOCK, swapped=SWAPPED, scope="machine") from None
     try:
         if (folder / SWAPPED).exists():
-            print(f"deleted: {folder / SWAPPED}, swap files that a killed run left", flush=True)
+            print(f"deleted: {folder / SWAPPED}, swap files of a killed run", flush=True)
             shutil.rmtree(folder / SWAPPED)
         yield
     finally:

@@ -1,7 +1,7 @@
-"""What a strategy cost: memory, model states, tokens per second, communication and loss of one run, in metrics.json.
+"""Measures memory, model states, tokens per second, communication and loss of one run, and writes metrics.json.
 
-Everything is read off the engine's own tensors and collectives; nothing here knows the formulas that it is compared
-with. The contract of the file is in docs/metrics.md.
+Everything is measured on the engine's own tensors and collectives, independently of the formulas that it is compared
+with. docs/metrics.md describes the file.
 """
 
 import math
@@ -41,9 +41,9 @@ def strategy_of(args) -> Strategy:
 class StageMetricsCallback(TrainerCallback):
     """Measures a training run and writes metrics.json into `output_dir` (default: the Trainer's) on rank 0.
 
-    In any Trainer: tokens are counted as they enter the model's forward pass, losses and gradient norms are those of
-    the log, where logging_steps is 1. ZeroSFTTrainer hands over the exact numbers of every micro batch instead.
-    `strategy`, `predicted` and `known` (fields of RunIdentity): of a recipe's run, which writes the file's end itself.
+    Works in any Trainer. It counts tokens when they enter the model's forward pass. Losses and gradient norms come from
+    the log and need logging_steps=1. ZeroSFTTrainer passes the exact numbers of every micro batch instead. Only recipe
+    runs set `strategy`, `predicted` and `known` (fields of RunIdentity); they write the end of the file themselves.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> sch
     if killed_by is not None and (cause is None or cause.status != "oom"):
         error = f"a process was killed by {killed_by}"
         if killed_by == "SIGKILL":
-            error += ", which is what the kernel does when the host's memory is short"
+            error += ", as the kernel does when host memory runs out"
         failure = schema.Failure(phase="train" if cause is None else cause.phase, signal=killed_by)
         return row.model_copy(update={"status": "failed", "error": error, "failure": failure})
     if cause is not None:

@@ -16,9 +16,10 @@ the papers; on GPUs TRL 1.16 computes it only for those with loss (trl/trainer/u
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configs of transformers
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
@@ -53,9 +54,11 @@ def squares(length: float, window: int | None) -> float:
 
 
 def model_flops(
-    model: torch.nn.Module, shape_of: Callable[[Any], Iterable[int]] = lambda weight: weight.shape
+    model: "torch.nn.Module", shape_of: Callable[[Any], Iterable[int]] = lambda weight: weight.shape
 ) -> ModelFlops:
     """Count a model's own modules, on whichever device. `shape_of`: a weight's whole shape, where it is partitioned."""
+    import torch  # a plan need not wait for it
+
     config = model.config.get_text_config()
     experts, active = active_experts(config)
     share = active / experts if experts else 1.0  # of the experts' weights, that a token goes through

@@ -1,7 +1,7 @@
-"""metrics.json and a plan's prediction as models: written and read from them. fields.yaml says what each field means.
+"""Models of metrics.json and of a plan's prediction. fields.yaml describes each field.
 
-Bytes are bytes, times are seconds, lists "per rank" are indexed by rank. Every field with a default may be null or
-absent in a row that did not finish; in a row of status "ok" only those that fields.yaml says it of.
+Times are in seconds. Lists "per rank" are indexed by rank. Every field with a default may be null or absent in a run
+that did not finish. With status "ok", only the fields that fields.yaml marks with `null` may be null.
 """
 
 import math
@@ -28,13 +28,13 @@ Number = Annotated[
 
 
 class Part(BaseModel):
-    """A piece of the file. Keys that it does not know are ignored: a later version may have added them."""
+    """A part of the file. Unknown keys are ignored, because a later version may have added them."""
 
     model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
 
 
 class PeakMemory(Part):
-    """Highest bytes of one rank's process."""
+    """Peak memory of one rank."""
 
     allocated: int | None = None
     reserved: int | None = None
@@ -42,7 +42,7 @@ class PeakMemory(Part):
 
 
 class ModelStateBytes(Part):
-    """Model states of one rank: the first three on the device that trains, the others elsewhere."""
+    """Model states of one rank. The first three are on the training device, the others are offloaded."""
 
     params: int | None = None
     grads: int | None = None
@@ -52,12 +52,12 @@ class ModelStateBytes(Part):
 
     @property
     def total(self) -> int:
-        """Bytes on the device that trains; what is offloaded does not count."""
+        """Bytes on the training device, without offloaded states."""
         return (self.params or 0) + (self.grads or 0) + (self.optimizer or 0)
 
 
 class Tokens(Part):
-    """Tokens over all ranks, or how many of them a second."""
+    """Tokens over all ranks, or tokens per second."""
 
     all: int | float | None = None
     non_padding: int | float | None = None
@@ -80,7 +80,7 @@ class Evaluation(Part):
 
 
 class Failure(Part):
-    """What is known about a run that ended early."""
+    """Details of a run that ended early."""
 
     phase: str | None = None
     rank: int | None = None
@@ -89,14 +89,14 @@ class Failure(Part):
 
 
 class ReservedRange(Part):
-    """What the process will take of one GPU."""
+    """Memory that the process will reserve on one GPU."""
 
     low: int
     high: int
 
 
 class HostBytes(Part):
-    """Host memory of one machine, all its ranks together."""
+    """Host memory of one machine, over all its ranks."""
 
     load: int
     training: int
@@ -104,14 +104,14 @@ class HostBytes(Part):
 
 
 class CheckpointBytes(Part):
-    """On disk, all ranks together: the saved model, or the adapter alone; a checkpoint to go on from."""
+    """Disk space over all ranks: the saved model or adapter, and a resumable checkpoint."""
 
     weights: int
     resumable: int
 
 
 class PredictedMetrics(Part):
-    """The part of a prediction that metrics.json carries, of the rank that needs most."""
+    """The part of a prediction in metrics.json, for the rank that needs the most memory."""
 
     source: Literal["engine", "formulas"] | None = None
     peak_memory_bytes: int | None = None
@@ -173,7 +173,7 @@ class Prediction(BaseModel):
 
 
 class ContractError(ValueError):
-    """A file does not fit the contract; the message names the file and the key."""
+    """A file does not match the schema. The message names the file and the key."""
 
 
 class RunStatus(Part):
@@ -185,7 +185,7 @@ class RunStatus(Part):
 
 
 class RunIdentity(Part):
-    """Who a run is: what is known before the first step."""
+    """The identity of a run, known before the first step."""
 
     name: str
     strategy: str
@@ -204,7 +204,7 @@ class RunIdentity(Part):
 
 
 class Measurements(Part):
-    """What all ranks together have measured over the steps; a checkpoint carries it to the run that goes on."""
+    """Measurements over all ranks and steps. Checkpoints store them for resumed runs."""
 
     peak_memory_bytes: list[PeakMemory | None] | None = None
     model_state_bytes: list[ModelStateBytes | None] | None = None
@@ -261,7 +261,7 @@ class Metrics(Measurements, RunIdentity, RunStatus):
         return read_part(cls, path)
 
     def write(self, path: Path) -> None:
-        """Write strict JSON, whole or not at all."""
+        """Write strict JSON atomically."""
         write_text(path, self.model_dump_json(by_alias=True, exclude_unset=True, indent=2) + "\n")
 
 

@@ -11,13 +11,16 @@ from pathlib import Path
 from rich.live import Live
 from rich.text import Text
 
-from zero_recipes.core.files import write_json
+from zero_recipes.config.recipe import Recipe, Settings
+from zero_recipes.core.files import FILES, write_json
 from zero_recipes.core.tables import terminal, working
+from zero_recipes.core.units import count
 from zero_recipes.plan import output
 from zero_recipes.plan.choose import best_machine, lighter, limits_of, on_each_machine, rows_of
 from zero_recipes.plan.cost import calibrated
-from zero_recipes.plan.job import PlanRequest, read_request
+from zero_recipes.plan.job import PlanRequest, read_recipe, read_request
 from zero_recipes.plan.predict import Predict, Predictor
+from zero_recipes.plan.simulator import parent
 
 VOCABULARY = 32_000
 # of `--params`, unless the command line has others
@@ -26,12 +29,15 @@ DEFAULTS = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 2048}
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """The verb; `rest` overrides the recipe's keys. Returns 0. Raises Refusal for what cannot be planned."""
+    predict = Predictor(arguments.quick)
     with working(f"reading {arguments.recipe if arguments.params is None else '--params'}"):
         request = read_request(arguments, rest) if arguments.params is None else request_of_size(arguments, rest)
+        if predict.missing(request.jobs()[0]):
+            parent.start("gpu")  # loads the engine's libraries meanwhile
         answer = answer_by(Predictor(quick=True), arguments, request)
     if not arguments.quick:
         with _shown_meanwhile(answer, arguments.json):
-            answer = simulated(answer, arguments)
+            answer = simulated(answer, arguments, predict)
     if arguments.output_dir:
         output.write_answer(answer, arguments.output_dir)
     if arguments.json:
@@ -55,9 +61,8 @@ def answer_by(predict: Predict, arguments: argparse.Namespace, request: PlanRequ
     return output.Answer(request, rows, excluded, machines, advice, other_ways, arguments.price)
 
 
-def simulated(draft: output.Answer, arguments: argparse.Namespace) -> output.Answer:
+def simulated(draft: output.Answer, arguments: argparse.Namespace, predict: Predictor) -> output.Answer:
     """The engine's answer in place of the formulas'. All that the formulas name is simulated side by side."""
-    predict = Predictor()
     predict.prepare([row.job for row in (*draft.rows, *draft.lighter.values())])
     return answer_by(predict, arguments, draft.request)
 
@@ -73,7 +78,7 @@ def _shown_meanwhile(draft: output.Answer, as_json: bool) -> Iterator[None]:
         return
     with console.capture() as shown:
         output.print_answer(draft, console)
-        console.print("The simulated engine's answer follows.\n", style="yellow")
+        console.print("The results of the simulated engine follow.\n", style="yellow")
     with Live(Text.from_ansi(shown.get()), console=console, auto_refresh=False, transient=True):
         yield
 
@@ -81,21 +86,26 @@ def _shown_meanwhile(draft: output.Answer, as_json: bool) -> Iterator[None]:
 def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
     """What is requested of a model like Llama that has about so many parameters."""
     config, name = llama(arguments.params)
-    with tempfile.TemporaryDirectory() as folder:
-        write_json(Path(folder, "config.json"), config)
-        write_json(file := Path(folder, "recipe.yaml"), DEFAULTS | {"model_name_or_path": folder})  # JSON is YAML
-        request = read_request(argparse.Namespace(**(vars(arguments) | {"recipe": file})), rest)
-    settings = request.recipe.settings.replace(model_name_or_path=name)
-    recipe = replace(request.recipe, path=Path("RECIPE.yaml"), settings=settings)
-    return replace(request, recipe=recipe, no_lengths="there is no recipe")
+    schema = json.loads((FILES / "recipes" / "schema.json").read_text())["properties"]  # TRL's parser waits for torch
+    values = {key: row.get("default") for key, row in schema.items()} | {"datasets": [], "include_for_metrics": []}
+    settings = Settings(values | DEFAULTS)
+    recipe = Recipe(Path("RECIPE.yaml"), settings, DEFAULTS, "")
+    if rest:
+        with tempfile.TemporaryDirectory() as folder:
+            write_json(file := Path(folder, "recipe.yaml"), DEFAULTS)  # JSON is YAML
+            recipe = replace(read_recipe(file, rest), path=recipe.path)
+    recipe = replace(recipe, settings=recipe.settings.replace(model_name_or_path=name))
+    return replace(read_request(arguments, rest, recipe, config), no_lengths="there is no recipe")
 
 
 def llama(parameters: float) -> tuple[dict, str]:
     """(config.json in Llama 2's proportions, heads of 128 and as many layers as heads; what it is, in words)."""
-    layers = lambda width: (parameters - 2 * VOCABULARY * width) / (12 * width**2)  # noqa: E731
-    width = min(range(128, 2**20, 128), key=lambda width: abs(layers(width) - width / 128))
-    depth, heads = max(1, round(layers(width))), width // 128
+    layers = lambda width: max(1, round((parameters - 2 * VOCABULARY * width) / (12 * width**2)))  # noqa: E731
+    total = lambda width: 2 * VOCABULARY * width + 12 * layers(width) * width**2  # noqa: E731
+    off = lambda width: (abs(total(width) / parameters - 1) > 0.05, abs(layers(width) - width / 128))  # noqa: E731
+    width = min(range(128, 2**20, 128), key=off)
+    depth, heads = layers(width), width // 128
     config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 131_072}
     config |= {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads}
-    total = (2 * VOCABULARY * width + 12 * depth * width**2) / 1e9
-    return config | {"intermediate_size": 8 * width // 3}, f"a Llama of {total:.3g}B parameters"
+    one, unit = (1e9, "B") if total(width) >= 1e9 else (1e6, "M")
+    return config | {"intermediate_size": 8 * width // 3}, f"a Llama of {count(total(width) / one)}{unit} parameters"

@@ -11,10 +11,9 @@ from pathlib import Path
 import yaml
 
 from zero_recipes.config.ds_config import number_in
-from zero_recipes.config.recipe import steps_by_epochs
+from zero_recipes.config.recipe import RowLengths, steps_by_epochs
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Gpu
-from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import ContractError, Metrics, Prediction, read_part
 from zero_recipes.plan.formulas import DEFAULT_BUCKET, Sizes, shape_of
@@ -54,19 +53,25 @@ def regime_of(job: Job) -> str:
     return "several machines" if job.world_size > job.gpus_per_node else f"one machine, {passes_of(job)}"
 
 
+def kinds_of(job: Job, gpu: str) -> set[str]:
+    """What times depend on beside the regime: a card, a strategy, a way of training."""
+    zero, settings = job.zero, job.settings
+    special = {"NVMe": job.on_nvme, "Ulysses": job.sequence_parallel > 1}
+    special["ZeRO++"] = zero.hpz_partition_size > 1 or zero.quantizes_weights or zero.quantizes_gradients
+    strategy = job.strategy if job.ds_config is None else f"zero{zero.stage}"
+    trained = "QLoRA" if job.quantizes else "LoRA" if settings.use_peft else "full fine-tuning"
+    return {gpu, strategy, trained, *(name for name in special if special[name])}
+
+
 def how_good(job: Job, gpu: Gpu) -> str:
     """What the printed range of a step's time is worth."""
-    zero = job.zero
-    plus_plus = zero.hpz_partition_size > 1 or zero.quantizes_weights or zero.quantizes_gradients
-    lacking = {"NVMe": job.on_nvme, "ZeRO++": plus_plus, "Ulysses": job.sequence_parallel > 1}
-    lacking |= {gpu.name: gpu.name not in constants()["cards"]}
-    if any(lacking.values()):
-        return f"Step: not fitted to any published time of {', '.join(name for name in lacking if lacking[name])}."
-    regime = regime_of(job)
-    inside, rows, left_out = constants()["holds"][regime]
-    blind = "; of blind rows {} of {}".format(*constants()["blind"][regime]) if regime in constants()["blind"] else ""
-    kind = f"published times of its kind ({regime})"
-    return f"Step: holds {inside} of {rows} {kind}, {left_out} by ranges fitted without their source{blind}."
+    regime, known = regime_of(job), constants()
+    lacking = ", ".join(sorted(kinds_of(job, gpu.name) - {*known["kinds"][regime]}))
+    inside, rows, left_out = known["holds"][regime]
+    blind = "; {} of {} in a blind test".format(*known["blind"][regime]) if regime in known["blind"] else ""
+    none = f"; none of them is for {lacking}" if lacking else ""
+    kind = f"published times of this kind ({regime})"
+    return f"Step: {inside} of {rows} {kind} are in the range, {left_out} if fitted without their source{blind}{none}."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:

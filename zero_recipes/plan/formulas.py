@@ -19,15 +19,19 @@ from zero_recipes.checks import capacity
 from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import library_error_as_finding
-from zero_recipes.metrics.flops import active_experts, model_flops, squares
+from zero_recipes.metrics.flops import ModelFlops, active_experts, model_flops, squares
 from zero_recipes.metrics.schema import PARTS, CheckpointBytes, HostBytes, ModelStateBytes, Prediction, ReservedRange
 from zero_recipes.plan.job import Job
+from zero_recipes.plan.kept import kept
 from zero_recipes.theory.zero_paper import FP32, MIXED, ModelState, model_state_bytes
 
 OVERHEADS = Path(__file__).with_name("overheads.yaml")
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
 DEFAULT_LIVE = 1_000_000_000  # elements; `max_live_parameters`
 NOTE = "By textbook formulas: copies in fp32 inside norms, masks and workspace of kernels are not in the numbers."
+LLAMA_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+LLAMA_KEYS = {*LLAMA_SIZES, "model_type", "num_attention_heads", "max_position_embeddings"}  # of `plan --params`
+LORA_ELSEWHERE = ("lora_target_modules", "lora_modules_to_save", "lora_target_parameters", "use_dora", "peft_config")
 LORA_KEYS = ("use_peft", "use_rslora", "use_dora", "peft_config")  # beside lora_*
 
 
@@ -83,7 +87,7 @@ class Shape:
             peft_config = adapter_config(Settings(json.loads(lora_json)))
             model = model if peft_config is None else get_peft_model(model, peft_config)
         text = config.get_text_config()
-        self.tensors = tuple(capacity.SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters())
+        self.tensors = [capacity.SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters()]
         self.parameters = sum(tensor.size for tensor in self.tensors)
         self.trainable = sum(tensor.size for tensor in self.tensors if tensor.trained)
         # those in matrix products: all but the embedding's rows
@@ -103,10 +107,42 @@ class Shape:
         self.embedding = text.vocab_size * self.hidden  # and the head's weight: the largest tensor
         self.positions = getattr(text, "max_position_embeddings", 0)
         self.dtype = str(config.dtype or "float32").removeprefix("torch.")  # of the weights' file
-        self.flops = model_flops(model)
+        flops = model_flops(model)
+        self.flops: Any = flops.weights, flops.trained, [*flops.attention.items()]  # as JSON can hold it
 
 
-_shape = lru_cache(maxsize=64)(Shape)
+@lru_cache(maxsize=64)
+def _shape(config_json: str, lora_json: str) -> Shape:
+    """Kept: to build a model waits for torch, transformers and PEFT."""
+    shape, raw, lora = Shape.__new__(Shape), json.loads(config_json), json.loads(lora_json)
+    if raw.keys() == LLAMA_KEYS and not any(lora[key] for key in LORA_ELSEWHERE):
+        vars(shape).update(of_llama(raw, lora["lora_r"] if lora["use_peft"] else 0))
+    else:
+        vars(shape).update(kept(lambda: vars(Shape(config_json, lora_json)), config_json, lora_json))
+    weights, trained, attention = shape.flops
+    shape.flops = ModelFlops(weights, trained, dict(attention))
+    shape.tensors = [capacity.SwapTensor(*tensor) for tensor in shape.tensors]
+    return shape
+
+
+def of_llama(config: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """What Shape finds in a Llama with as many keys as heads. `rank`: of LoRA on queries and values; 0 without."""
+    width, ffn, layers, words = (config[key] for key in LLAMA_SIZES)
+    weight = lambda size, trained=not rank: capacity.SwapTensor(size, True, trained)  # noqa: E731
+    norm, embedding = capacity.SwapTensor(width, False, not rank), weight(words * width)
+    layer = 4 * [weight(width**2)] + 3 * [weight(width * ffn)] + 2 * [norm]
+    layer += 4 * [weight(rank * width, True)] if rank else []
+    tensors = [*layers * layer, norm, embedding, embedding]
+    multiplied = [tensor for tensor in tensors[:-1] if tensor.is_matrix]
+    total, trained = sum(tensor.size for tensor in tensors), sum(tensor.size * tensor.trained for tensor in tensors)
+    flops = sum(one.size for one in multiplied), sum(one.size * one.trained for one in multiplied)
+    return {
+        **{"tensors": tensors, "parameters": total, "trainable": trained, "multiplied": total - embedding.size},
+        **{"adapted": 2 * width if rank else 0, "layers": layers, "hidden": width, "query_width": width},
+        **{"kv_width": width, "ffn": ffn, "gated": True, "embedding": embedding.size, "dtype": "float32"},
+        **{"heads": config["num_attention_heads"], "positions": config["max_position_embeddings"]},
+        "flops": (*flops, [(None, 2 * width * layers)]),
+    }
 
 
 class Terms(NamedTuple):

@@ -6,21 +6,26 @@ import argparse
 import copy
 import hashlib
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
+
+import yaml
+from huggingface_hub import constants
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
 from zero_recipes.config.ds_config import DsConfig, read_json_mapping
-from zero_recipes.config.recipe import Recipe, Settings
+from zero_recipes.config.recipe import Recipe, RowLengths, Settings, stated
 from zero_recipes.core.files import at_hand
-from zero_recipes.core.findings import Refusal, refusal
+from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
-from zero_recipes.data.prepare import RowLengths, rows_at_hand, stated
+from zero_recipes.plan.kept import kept
 
 HOSTS, MACHINE_RANK = "HOST,HOST", "K"  # in a command for several machines: of each machine
 FSDP = "fsdp2"  # the strategy that no ds_config describes
@@ -136,7 +141,17 @@ class Job:
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    return recipes.parse_recipe(path, recipes.read_recipe_file(path), list(overrides))
+    """Kept: TRL's parser waits for torch and transformers."""
+    mapping, sha256 = recipes.read_recipe_file(path), hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def parsed() -> list[dict[str, Any]]:
+        found = recipes.parse_recipe(path, mapping, list(overrides))
+        return [found.settings.as_dict(), dict(found.explicit)]
+
+    words = [*overrides, *(str(mapping.get(key)) for key in ("model_name_or_path", "dataset_name"))]
+    here = [str(at_hand(word.rpartition("=")[2])) for word in words]  # parse_recipe looks for the package's files
+    settings, explicit = kept(parsed, sha256, words, here)
+    return Recipe(path, Settings(settings), MappingProxyType(explicit), sha256)
 
 
 def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = FOLDER) -> Strategies:
@@ -156,8 +171,10 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
 
 
 def _ds_config_of(path: Path) -> dict[str, Any] | None:
-    launched = read_accelerate_file(path)
-    named, kind = launched.deepspeed_config.get("deepspeed_config_file"), str(launched.distributed_type.value)
+    with library_error_as_finding(f"reading the accelerate file {path}"):  # accelerate itself waits for torch
+        launched = yaml.safe_load(path.read_text()) if path.is_file() else read_accelerate_file(path)
+        named = (launched.get("deepspeed_config") or {}).get("deepspeed_config_file")
+        kind = launched.get("distributed_type")
     if kind in ("DEEPSPEED", "FSDP") and named is None and path.stem != FSDP:
         raise refusal("ZR367", path=path, kind=kind)
     return None if named is None else read_json_mapping(named)
@@ -242,19 +259,22 @@ class PlanRequest:
 
     def _excluded(self, strategy: str, job: Job) -> str | None:
         if job.world_size == 1 and strategy in ON_SEVERAL and len(self.strategies) > 1:
-            return "one GPU has no other to share with or to send to"
+            return "one GPU has no other GPU to share with"
         if strategy == SINGLE and job.world_size > 1:
-            return "it is one process"
+            return "it uses a single process"
         if job.on_nvme and self.nvme is None and len(self.strategies) == len(EVERY):
-            return "--nvme says how much of it each machine has"
+            return "--nvme must give the size of each machine's disk"
         return why_not(job)
 
     def command(self, job: Job) -> str:
         return run_command(self.recipe.path, self.recipe.settings, self.overrides, job)
 
 
-def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanRequest:
-    gpu, recipe = gpu_named(arguments.gpu, gpus(arguments.hardware)), read_recipe(arguments.recipe, overrides)
+def read_request(
+    arguments: argparse.Namespace, overrides: list[str], recipe: Recipe | None = None, config: dict | None = None
+) -> PlanRequest:
+    """Of the command line, or of this recipe and its model's config."""
+    gpu, recipe = gpu_named(arguments.gpu, gpus(arguments.hardware)), recipe or read_recipe(arguments.recipe, overrides)
     if arguments.network is not None:
         gpu = gpu.model_copy(update={"network_gb_s": arguments.network})
     settings, text, per_node = recipe.settings, arguments.gpus, arguments.gpus_per_node
@@ -263,12 +283,37 @@ def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanReq
     counts = sorted({int(part) if part.strip().isdigit() else 0 for part in text.split(",")})
     if per_node < 1 or any(count < 1 or (count > per_node and count % per_node) for count in counts):
         raise refusal("ZR805", text=text, per_node=per_node)
-    strategies, config = read_strategies(recipe, arguments.strategies), model_config(settings)
+    strategies, config = read_strategies(recipe, arguments.strategies), config or model_config(settings)
     host, nvme = (None if size is None else int(size * 1e9) for size in (arguments.host_memory, arguments.nvme))
     mean = arguments.mean_tokens
-    found = rows_at_hand(settings, recipe.path) if mean is None else stated(mean, settings)
+    found = _rows(recipe) if mean is None else stated(mean, settings)
     lengths, unknown = (None, found) if isinstance(found, str) else (found, None)
     return PlanRequest(recipe, overrides, config, strategies, counts, per_node, gpu, host, nvme, lengths, unknown)
+
+
+def _rows(recipe: Recipe) -> RowLengths | str:
+    """How long they are, or why that is not known. Kept as long as the files of model and data are the same."""
+    settings = recipe.settings
+    data = filter(None, [settings.dataset_name, *(entry["path"] for entry in settings.datasets)])
+    files = [_files(str(settings.model_name_or_path), "models"), *(_files(name, "datasets") for name in data)]
+    if not files[0]:
+        return "the tokenizer is neither here nor in the cache"
+
+    def counted() -> dict[str, Any] | str:
+        from zero_recipes.data.prepare import rows_at_hand
+
+        found = rows_at_hand(settings, recipe.path)
+        return found if isinstance(found, str) else vars(found)
+
+    found = kept(counted, settings.as_dict(), files) if all(files) else counted()
+    return found if isinstance(found, str) else RowLengths(**found | {"lengths": tuple(found["lengths"])})
+
+
+def _files(name: str, kind: str) -> list[list[Any]]:
+    """Of a model or data set, here or in the hub's cache, with their times."""
+    cached = Path(constants.HF_HUB_CACHE, f"{kind}--{name.replace('/', '--')}", "snapshots")
+    folder = Path(name) if os.path.exists(name) else cached
+    return sorted([str(file), file.stat().st_mtime_ns] for file in (folder, *folder.rglob("*")) if file.exists())
 
 
 def why_not(job: Job) -> str | None:

@@ -25,8 +25,8 @@ from zero_recipes.plan.predict import BY_FORMULAS, Predict, Predictor, fit_of
 
 NAMED = 10**9  # bytes; less may be the process's own: contexts and communicators differ by GPU and driver
 PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
-SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
-STATUSES = {"fits": "fits into", "tight": "tight in", "no": "does not fit into"}
+SOURCES = {"engine": "the simulated engine", "formulas": "textbook formulas"}
+STATUSES = {"fits": "fits into", "tight": "is tight in", "no": "does not fit into"}
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def answer_of(question: Mapping[str, Any], predict: Predict) -> dict[str, Any]:
         job = Job(settings.model_name_or_path, config, **(question["job"] | {"settings": settings}))
         prediction = predict(job)
     except Refusal as refusal:  # the model's config is not here, or is of no class that can be built
-        return {"predicted": None, "lines": [f"none could be made: {refusal.what}"], "findings": []}
+        return {"predicted": None, "lines": [f"no plan could be made: {refusal.what}"], "findings": []}
     lines, findings = [note for note in prediction.notes if BY_FORMULAS in note], []
     peak = f"{size(prediction.allocated_peak_bytes)} at the peak, by {SOURCES[prediction.source]}"
     if question["cards"]:
@@ -67,7 +67,7 @@ def left_of(card: Mapping[str, Any]) -> int:
 
 
 def _described(card: Mapping[str, Any]) -> str:
-    return f"rank {card['rank']}'s on {card['host']} has {size(card['total'])}, {size(left_of(card))} of it free"
+    return f"that of rank {card['rank']} on {card['host']} has {size(card['total'])}, {size(left_of(card))} of it free"
 
 
 def too_large(job: Job, prediction: Prediction, cards: Sequence[Mapping[str, Any]], recipe: str) -> list[Finding]:

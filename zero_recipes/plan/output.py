@@ -25,11 +25,11 @@ PARTS = {"params": "Params", "grads": "Grads", "optimizer": "Optimizer", "activa
 PARTS |= {"buckets": "Buckets,\ngathered", "loss_head": "Loss\nhead", "other": "Other"}
 SOURCES = {"engine": "the simulated engine", "formulas": "formulas"}
 NOTES = [
-    "Peak: live tensors of the fullest GPU; the columns up to Other are its parts. GPU memory: from the peak with CUDA "
-    "and NCCL to what nine of ten published runs showed. Tight: only the low end fits, and the "
-    "allocator empties its cache. Margin: beside the low end. Not known: other programs on the GPU.",
-    "Host: memory of a machine while loading / training / reading a checkpoint to go on from it. Disk: the model / a "
-    "checkpoint to go on from. NVMe: swap files of a machine. Comm.: an all-reduce counts twice.",
+    "Peak: live tensors on the fullest GPU; the columns up to Other are its parts. GPU memory: from the peak with CUDA "
+    "and NCCL up to what nine of ten published runs stayed below. Tight: only the low end fits, and the allocator must "
+    "empty its cache. Margin: free memory at the low end. Other programs on the GPU are not counted.",
+    "Host: memory per machine while loading / training / resuming. Disk: the model / a resumable checkpoint. NVMe: "
+    "swap files per machine. Comm.: an all-reduce counts twice.",
     "Memory is for rows of max_length.",
 ]
 in_seconds = lambda value: duration(value) if value < 120 else f"{value:,.0f} s"  # noqa: E731
@@ -150,11 +150,11 @@ def notes(answer: Answer) -> list[str]:
             )
         if row.change:
             words = f"{change_in_words(row.change)} ({size(row.change.fit.margin)} left)"
-            found.append(f"{row.job.strategy}: the change that costs least: {words}.")
+            found.append(f"{row.job.strategy}: the cheapest change that fits: {words}.")
         if row.fit.resume_lacks and row.fit.status != "no":
             found.append(
-                f"{row.job.strategy}: the run fits, and cannot go on from a checkpoint: reading one lacks "
-                f"{size(row.fit.resume_lacks)} of host memory a machine."
+                f"{row.job.strategy}: the run fits but cannot resume: reading a checkpoint lacks "
+                f"{size(row.fit.resume_lacks)} of host memory per machine."
             )
     return found + reasons(answer.advice)
 
@@ -163,8 +163,8 @@ def _row_lengths(request: PlanRequest, row: Row) -> str:
     """Which rows time and price are for."""
     lengths, longest = request.lengths, row.prediction.max_length
     if lengths is None:
-        return f"Rows: lengths unknown ({request.no_lengths}); each is taken to have {longest:,} tokens."
-    return f"Rows: {lengths.source}: {lengths.mean:,.0f} tokens on average, of {longest:,}; times are for them."
+        return f"Rows: lengths unknown ({request.no_lengths}); each row is assumed to have {longest:,} tokens."
+    return f"Rows: {lengths.source}: {lengths.mean:,.0f} tokens on average, of {longest:,}; times are for these."
 
 
 def change_in_words(change: Change) -> str:
@@ -178,18 +178,18 @@ def change_in_words(change: Change) -> str:
         parts.append("activation checkpointing")
     if after.per_device_train_batch_size != before.per_device_train_batch_size:
         batch, passes = after.per_device_train_batch_size, after.gradient_accumulation_steps
-        parts.append(f"micro batches of {batch} with {passes} accumulations")
+        parts.append(f"micro batches of {batch} with {passes} accumulation steps")
     return " and ".join(parts)
 
 
 def reasons(advice: Recommendation) -> list[str]:
     """Why this is recommended, sentence by sentence."""
     chosen, names = advice.chosen, lambda rows: ", ".join(row.job.strategy for row in rows)
-    found = [f"{names(advice.other_arithmetic)} would fit too, with another arithmetic: other losses."]
+    found = [f"{names(advice.other_arithmetic)} would also fit, but with different arithmetic: other losses."]
     if chosen:
-        why = "the fastest of those that fit"
+        why = "it is the fastest that fits"
         if len(advice.as_fast) > 1:
-            why = "the lowest stage of them that leaves room" if chosen.fit.status == "fits" else "it leaves most room"
+            why = "it is the lowest with room left" if chosen.fit.status == "fits" else "it leaves the most room"
             why = f"{names(advice.as_fast)} are equally fast within the estimate's error; {why}"
         found.append(f"{chosen.job.strategy} is recommended: {why}.")
     return found if advice.other_arithmetic else found[1:]
@@ -207,12 +207,12 @@ def bottom_line(answer: Answer) -> str:
     row = _recommended(answer)
     line = f"{row.job.strategy} {'fits' if row.fit.status == 'fits' else 'is tight on'} {machine}"
     if advice.change:
-        line = f"Nothing fits {machine} as the recipe stands; {change_in_words(advice.change)} does"
+        line = f"Nothing fits {machine} with the unchanged recipe; {change_in_words(advice.change)} does"
     elif len(answer.machines) > 1:
         counts = ", ".join(str(found.rows[0].job.world_size) for found in answer.machines)
-        line += f", the {'cheapest' if answer.price else 'fewest'} of {counts} that fit"
+        line += f", the {'cheapest' if answer.price else 'fewest'} of {counts} GPUs that fits"
     seconds = _between(row.speed.step_seconds, duration, " to ")
-    line += f": {size(row.fit.margin)} of each GPU stay free, {seconds} a step"
+    line += f": {size(row.fit.margin)} free on each GPU, {seconds} per step"
     spent = answer.cost(row)
     line += f", {_between(spent.hours, in_hours, ' to ')} for the run" if spent.hours else ""
     if answer.price:
@@ -291,7 +291,7 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
     first = answer.advice.rows[0].prediction
     basis = f"By {SOURCES[first.source]}, {first.precision}, micro batches of {first.micro_batch_size} x "
     basis += f"{first.max_length:,} tokens"
-    lines = [how_good(_recommended(answer).job, answer.request.gpu), f"{basis}; parts, phases, caveats: -v"]
+    lines = [how_good(_recommended(answer).job, answer.request.gpu), f"{basis}. For parts, phases and caveats, use -v."]
     all_notes = [note for _, row in short_rows(answer) for note in row.prediction.notes]
     lines += dict.fromkeys(note for note in all_notes if BY_FORMULAS in note)
     if verbose:

@@ -1,7 +1,5 @@
 """Predictions of jobs: by the engine's simulation where it can do the job, else by the textbook formulas."""
 
-import functools
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -9,19 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import constants
 from pydantic import ValidationError
 
-import zero_recipes
 from zero_recipes.core.files import write_text
-from zero_recipes.core.host import library_versions
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.plan.job import Job
+from zero_recipes.plan.kept import FOLDER, versions
 from zero_recipes.plan.simulator import parent as simulation
 
 Predict = Callable[[Job], Prediction]
-BY_FORMULAS = " is by formulas: "  # in a note; a reason follows
+BY_FORMULAS = " uses formulas, because "  # in a note; a reason follows
 
 
 class Predictor:
@@ -30,23 +26,22 @@ class Predictor:
 
     def __init__(self, quick: bool = False, folder: Path | None = None, seconds: float | None = None):
         self.quick, self.seconds = quick, seconds
-        self.folder = folder or Path(constants.HF_HOME, "zero-recipes", "plans")
+        self.folder = folder or FOLDER
         self.deadline = None if seconds is None else time.monotonic() + seconds
-        self._versions = library_versions() | {"zero_recipes": own_code()}
         self._known: dict[str, Prediction] = {}
 
     def __call__(self, job: Job) -> Prediction:
         """Raises Refusal where the job can neither be simulated nor predicted by formulas."""
-        key = job.key(self._versions)
+        key = job.key(versions())
         if key not in self._known:
             self.prepare([job])
         return self._known[key]
 
-    def prepare(self, jobs: Sequence[Job]) -> None:
-        """Predict these jobs, those that can be simulated side by side. Raises Refusal as above."""
+    def missing(self, jobs: Sequence[Job]) -> dict[str, Job]:
+        """Those that must be simulated, by key; the others are predicted. Raises Refusal as above."""
         missing = {}
         for job in jobs:
-            key, reason = job.key(self._versions), None if self.quick else simulation.not_simulated(job)
+            key, reason = job.key(versions()), None if self.quick else simulation.not_simulated(job)
             if self.quick or reason:
                 self._known[key] = by_formulas(job, reason)
                 continue
@@ -54,12 +49,17 @@ class Predictor:
                 self._known[key] = Prediction.model_validate_json((self.folder / f"{key}.json").read_bytes())
             except (OSError, ValidationError):  # not there, or not whole
                 missing[key] = job
+        return missing
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Predict these jobs, those that can be simulated side by side. Raises Refusal as above."""
+        missing = self.missing(jobs)
         predictions = simulation.simulate(list(missing.values()), self.deadline) if missing else []
         is_late = self.deadline is not None and time.monotonic() >= self.deadline
         for (key, job), found in zip(missing.items(), predictions, strict=True):
             if isinstance(found, str):
                 reason = f"its simulation failed ({found.splitlines()[-1]})"
-                reason = f"simulations were given {self.seconds:.0f} s" if is_late else reason
+                reason = f"the simulations took longer than {self.seconds:.0f} s" if is_late else reason
                 self._known[key] = by_formulas(job, reason)
                 continue
             self._known[key] = found
@@ -72,16 +72,6 @@ def by_formulas(job: Job, reason: str | None) -> Prediction:
     prediction = predict_by_formulas(job)
     notes = [f"{job.strategy}{BY_FORMULAS}{reason}."] if reason else []
     return prediction.model_copy(update={"notes": [*notes, *prediction.notes]})
-
-
-@functools.cache
-def own_code() -> str:
-    """A hash of the whole package, for a simulation runs its trainer, its probes and its configuration: other code or
-    other tables, other answers."""
-    folder, digest = Path(zero_recipes.__file__).parent, hashlib.sha256()
-    for path in sorted(path for kind in ("*.py", "*.yaml") for path in folder.rglob(kind)):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

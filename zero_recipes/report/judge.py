@@ -30,6 +30,7 @@ SAME_RUN = ("model", "parameters", "trainable_parameters", "world_size", "device
             "gradient_accumulation_steps", "max_length")  # fmt: skip
 LOWER_IS_BETTER = {"reference_loss"}
 JUDGED_SCORES = ("exact_match", "token_f1", "reference_loss")
+ON_CPU = "They ran on CPU processes, which says little about GPUs."
 
 
 class Judgement(NamedTuple):
@@ -68,16 +69,17 @@ def bottom_line(runs: Sequence[MeasuredRun]) -> str:
     tied = [row for row in timed if row["tokens_per_second"] >= (1 - EQUAL_SPEED) * best]
     chosen = min(tied, key=lambda row: row["state_bytes"] or math.inf, default=None)  # of equal ones the simplest
     if chosen:
-        on_cpu = " on CPU processes, which says little about GPUs" if chosen["device"] == "cpu" else ""
-        take = f"Take {chosen['label']}: it fits and is the fastest," if timed[1:] else f"{chosen['label']} trained"
+        speed = f"{units.count(chosen['tokens_per_second'])} tokens/s"
+        why = "it fits and is the fastest"
         if tied[1:]:
             others = " and ".join(row["label"] for row in tied if row is not chosen)
-            take = f"Take {chosen['label']}: as fast as {others} within 5 %, a tie, and none of them needs less memory,"
-        found.append(f"{take} {units.count(chosen['tokens_per_second'])} tokens/s{on_cpu}.")
+            why = f"it is as fast as {others} within 5 %, and none of them needs less memory"
+        take = f"Take {chosen['label']} ({speed}): {why}." if timed[1:] else f"{chosen['label']} reached {speed}."
+        found.append(f"{take} {ON_CPU}" if chosen["device"] == "cpu" else take)
     least = min((row for row in timed if row["state_bytes"]), key=lambda row: row["state_bytes"], default=None)
     if least and chosen["state_bytes"] and least["state_bytes"] < chosen["state_bytes"]:
         saved, slower = (1 - least[key] / chosen[key] for key in ("state_bytes", "tokens_per_second"))
-        states = f"{units.size(least['state_bytes'])} of model states a process, {100 * saved:.0f} % less"
+        states = f"{units.size(least['state_bytes'])} of model states per process, {100 * saved:.0f} % less"
         found.append(f"If memory is short, take {least['label']}: {states}, {100 * slower:.0f} % slower.")
     for claim, (verdict, why) in [("Losses agree", _losses_equal(compared)), ("Answers improved", _answers(runs))]:
         if verdict != "cannot tell":
@@ -119,8 +121,8 @@ def _alike(runs: Sequence[MeasuredRun]) -> Answer:
     written = lambda value: f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)  # noqa: E731
     differing = {key: sorted(map(written, values)) for key, values in seen.items() if len(values) > 1}
     listed = "; ".join(f"{key} ({', '.join(values)})" for key, values in differing.items())
-    measured = f"The rows differ in {listed}." if differing else f"{len(runs)} rows with one setting."
-    return _yes(not differing), f"{measured} Each was run once."
+    measured = f"The rows differ in {listed}." if differing else f"{len(runs)} rows with the same settings."
+    return _yes(not differing), f"{measured} Each ran once."
 
 
 def _staircase(runs: Sequence[MeasuredRun]) -> Answer:
@@ -129,7 +131,7 @@ def _staircase(runs: Sequence[MeasuredRun]) -> Answer:
         return "cannot tell", "Fewer than two stages were measured."
     totals = {run.label: run.fullest_rank.total for run in steps}
     rises = [(a, b) for a, b in pairwise(totals) if totals[b] > totals[a] * (1 + EQUAL_MEMORY)]
-    measured = f"Largest rank: {_listed(totals, units.size)}."
+    measured = f"Model states of the fullest rank: {_listed(totals, units.size)}."
     measured += "".join(f" {upper} holds more than {lower}." for lower, upper in rises)
     if against := {run.label: totals[run.label] / expected for run in steps if (expected := read.textbook(run))}:
         measured += f" Measured over textbook: {_listed(against, '{:.3f}'.format)}."
@@ -145,9 +147,9 @@ def _speed(runs: Sequence[MeasuredRun]) -> Answer:
         return "cannot tell", "Fewer than two stages were timed."
     slower = {run.label: 1 - run.speed / timed[0].speed for run in timed[1:]}
     listed = _listed(slower, lambda by: f"{units.percent(abs(by))} {'slower' if by >= 0 else 'faster'}")
-    measured = f"Against {timed[0].label}: {listed}."
+    measured = f"Compared with {timed[0].label}: {listed}."
     if any(run.device == "cpu" for run in timed):
-        return "cannot tell", f"{measured} They were timed on CPU processes: that says little about GPUs."
+        return "cannot tell", f"{measured} {ON_CPU}"
     low, high = STAGE3_SLOWER
     as_claimed = (low <= by <= high if label == "zero3" else abs(by) <= EQUAL_SPEED for label, by in slower.items())
     return _yes(all(as_claimed)), measured
@@ -169,9 +171,9 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
     stages = [run for run in trained if run.strategy in ORDER[1:]]
     if sixteen_bit and len(stages) >= 2:
         sentence = _within(stages, LOSS_16_BIT)[1]
-        measured += f" For DeepSpeed's stages alone: {sentence[0].lower()}{sentence[1:]}"
+        measured += f" For DeepSpeed's stages only: {sentence[0].lower()}{sentence[1:]}"
     if any(set(run.losses) != set(steps) for run in trained):
-        measured += f" Only steps {steps[0]} to {steps[-1]} are compared; some strategies have others too."
+        measured += f" Only steps {steps[0]} to {steps[-1]} are compared; some strategies have other steps, too."
     return _yes(holds), measured
 
 
@@ -210,7 +212,7 @@ def _communication(runs: Sequence[MeasuredRun]) -> Answer:
     measured = f"Per step, with Φ = {phi}: {listed}."
     accumulation = max(run.gradient_accumulation_steps or 1 for run in measured_runs)
     if accumulation > 1:
-        measured += f" Each step had {accumulation} micro steps."
+        measured += f" Each step had {accumulation} micro batches."
     return _yes(agrees), measured
 
 

@@ -36,6 +36,7 @@ MEMORY = {
 LABELS = {"buckets": "buckets, gathered", "offloaded_host": "on host", "offloaded_disk": "on disk"}
 STATES = ("params", "grads", "optimizer", "offloaded_host", "offloaded_disk")
 BEYOND = 2.0  # of the GPU's memory: bars that go further are cut, and say how far they go
+BELOW = 10  # times: a line so far above would leave nothing of the bars
 ABSENT = {"oom": "out of memory", "ok": "not measured"}  # why there is no bar, by status
 
 
@@ -88,10 +89,14 @@ def draw_single(run: MeasuredRun, folder: Path) -> Path | None:
 
 
 def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capacity: int | None = None) -> Path:
-    """Stacks of memory, with the measured peak beside each. `capacity`: bytes of one GPU, a line across."""
-    highest = max([capacity or 0, *(max(bar.top, bar.peak or 0) for bar in bars)])
-    highest = highest if capacity is None else min(highest, BEYOND * capacity)
+    """Stacks of memory, with the measured peak beside each. `capacity`: bytes of one GPU, a line across; words where
+    it is far above all bars."""
+    highest = max(max(bar.top, bar.peak or 0) for bar in bars)
+    if capacity is not None and highest < capacity / BELOW:
+        setting, capacity = f"{setting}; a GPU has {units.size(capacity)}", None
+    highest = highest if capacity is None else min(max(highest, capacity), BEYOND * capacity)
     unit, one = units.unit_of(highest)
+    written = lambda size: units.significant(size / one) if size >= one else units.size(size)  # noqa: E731
     width, shift = (0.4, 0.21) if any(bar.peak for bar in bars) else (0.56, 0.0)
     with _figure(path, BARS_INCHES) as figure:
         axes = _titled(figure.subplots(), title, setting)
@@ -112,14 +117,14 @@ def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capac
             if bar.absent:
                 _say(axes, place, bar.absent)
             else:
-                _above(axes, left, bar.top / one, units.significant(sum(bar.parts.values()) / one), len(bars))
+                _above(axes, left, bar.top / one, written(sum(bar.parts.values())), len(bars))
             if bar.peak:
                 axes.bar(place + shift, bar.peak / one, width - 0.04, fill=False, edgecolor=INK, linewidth=1.1)
-                _above(axes, place + shift, bar.peak / one, units.significant(bar.peak / one), len(bars))
+                _above(axes, place + shift, bar.peak / one, written(bar.peak), len(bars))
         if capacity is not None:
             axes.axhline(capacity / one, color=ALARM, lw=1.6)
         _names_below(axes, [bar.name for bar in bars], highest)
-        figure.legend(handles=_memory_legend(bars, capacity), loc="outside lower center", ncols=4)
+        figure.legend(handles=_memory_legend(bars, capacity), loc="outside lower center", ncols=3)
     return path
 
 
@@ -253,7 +258,9 @@ def _above(axes: Axes, place: float, height: float, text: str, bars: int) -> Non
     """A number over a bar; inside the frame, with an arrow, where the bar is cut."""
     top = axes.get_ylim()[1]
     text, height = (f"{text} ↑", 0.95 * top) if height > top else (text, height)
-    _note(axes, text, (place, height), (0, 3), ha="center", va="bottom", fontsize=9.5 if bars <= 6 else 8)
+    clear = [withStroke(linewidth=3, foreground="white")]  # over a bar or a line
+    looks = {"ha": "center", "va": "bottom", "fontsize": 9.5 if bars <= 6 else 8, "path_effects": clear}
+    _note(axes, text, (place, height), (0, 3), **looks)
 
 
 def _say(axes: Axes, place: float, words: str) -> None:

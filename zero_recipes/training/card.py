@@ -60,7 +60,7 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         template_str=(resources.files("zero_recipes.training") / "card.md.j2").read_text(),
         run=run,
         recipe=yaml.safe_dump(redacted(recipe), sort_keys=False, allow_unicode=True),
-        base=redacted(base) or "a model without a name",
+        base=redacted(base) or "an unnamed model",
         licence=licence or "unknown",
         is_adapter=is_adapter,
         adapter=json.loads((folder / "adapter_config.json").read_text()) if is_adapter else {},
@@ -104,16 +104,16 @@ def _measured(run: schema.Metrics) -> list[tuple[str, str, str]]:
     plan, rank, on_gpu = run.predicted or schema.PredictedMetrics(), run.fullest_rank, run.device != "cpu"
     sent, seconds = run.communication_bytes_per_step, run.step_seconds
     rows = [
-        ("Model states of a process", units.size((rank and rank.total) or None), units.size(plan.state_bytes)),
+        ("Model states per process", units.size((rank and rank.total) or None), units.size(plan.state_bytes)),
         (
-            "Peak memory of a GPU, allocated" if on_gpu else "Peak memory of a process (RSS)",
+            "Peak memory per GPU, allocated" if on_gpu else "Peak memory per process (RSS)",
             units.size(run.peak("allocated" if on_gpu else "rss")),
             units.size(plan.peak_memory_bytes if on_gpu else None),
         ),
-        ("Sent in a step by a process", units.size(sum(sent.values())) if sent else "", ""),
-        ("Tokens a second, all processes", units.count(run.speed), ""),
-        ("Seconds a step, median", units.significant(seconds.median) if seconds and seconds.median else "", ""),
-        ("Model FLOPs utilisation", units.percent(run.mfu), ""),
+        ("Communication per step and process", units.size(sum(sent.values())) if sent else "", ""),
+        ("Tokens per second, all processes", units.count(run.speed), ""),
+        ("Seconds per step, median", units.significant(seconds.median) if seconds and seconds.median else "", ""),
+        ("Model FLOPs utilization", units.percent(run.mfu), ""),
     ]
     return [row for row in rows if any(row[1:])]
 
@@ -174,8 +174,8 @@ def push(folder: Path, repo: str, token: str | None = None, revision: str | None
         return hub(token).create_commit(repo, operations, commit_message=message, revision=revision).commit_url
     except Exception as error:  # of huggingface_hub and the network, of many kinds
         raise NotPushed(
-            f"{folder} is saved and was not pushed to {repo}: {first_line(error)}. "
-            f"Push it again: zero-recipes push {folder} --hub_model_id {repo}"
+            f"{folder} is saved, but was not pushed to {repo}: {first_line(error)}. "
+            f"To push it again: zero-recipes push {folder} --hub_model_id {repo}"
         ) from error
 
 

@@ -21,9 +21,8 @@ class Diverged(RunFailed):
 
     def __init__(self, what: str):
         super().__init__(
-            f"the training has diverged: {what}. No model is saved; checkpoints from before it are kept. Lower "
-            "learning_rate or max_grad_norm, warm up for longer, train in bf16 instead of fp16, and look at the rows "
-            "of those steps."
+            f"training diverged: {what}. No model is saved; earlier checkpoints are kept. Lower learning_rate or "
+            "max_grad_norm, use a longer warmup, train in bf16 instead of fp16, and check the rows of these steps."
         )
 
 

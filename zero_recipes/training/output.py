@@ -88,10 +88,10 @@ class RecipeRun:
         run = self.run
         previous = once(partial(claim_output_dir, run.output_dir, run.settings.overwrite), "claims the folder")
         if previous is not None:
-            say(f"kept: what an earlier run left, in {previous}")
+            say(f"kept: the results of an earlier run, in {previous}")
         if rank() == 0:
             forms, rows = self.data.shown
-            header = [*run.strategy.described(run.device, self.args), *(f"recognised    {form}" for form in forms)]
+            header = [*run.strategy.described(run.device, self.args), *(f"recognized    {form}" for form in forms)]
             header += [f"parameters    {self.parameters:,}", str(self.data.audit)]
             print(*header, *self.data.findings, sep="\n", flush=True)
             show_rows(rows, terminal(), SHOWN)

@@ -80,7 +80,7 @@ def print_prompts_cut(
     room, _ = places(model, max_new_tokens)
     longer = sum(len(prompt_ids(tokenizer, sample)) > room for sample in samples)
     if longer:
-        print(f"sample prompts: {longer} are longer than the model takes; only their last {room:,} tokens are used")
+        print(f"sample prompts: {longer} are longer than the model's limit; only their last {room:,} tokens are used")
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> list[int]:
@@ -135,7 +135,7 @@ def answer_before(trainer: Trainer, samples: list[Sample], max_new_tokens: int) 
     """`answer` before the first step of this process, with what is worth knowing on rank 0. Collective."""
     if trainer.args.process_index == 0 and samples:
         if trainer.state.global_step:
-            print(f"sample prompts: `before` is what the model says after step {trainer.state.global_step}", flush=True)
+            print(f"sample prompts: `before` has the answers after step {trainer.state.global_step}", flush=True)
         print_prompts_cut(trainer.model, trainer.processing_class, samples, max_new_tokens)
     return answer(trainer, samples, max_new_tokens)
 

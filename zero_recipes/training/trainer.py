@@ -9,6 +9,7 @@ from typing import NoReturn, Self
 
 import datasets
 import torch
+from peft.optimizers import create_loraplus_optimizer
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
@@ -54,12 +55,11 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
 
 
 class ZeroSFTTrainer(SFTTrainer):
-    """SFTTrainer, with its own signature, whose losses are token-weighted means over all ranks, whose checkpoints are
-    whole or recognised as not, and which writes metrics.json.
+    """A drop-in replacement for TRL's SFTTrainer. Its losses are token-weighted means over all ranks, it detects
+    incomplete checkpoints, and it writes metrics.json.
 
-    Without a StageMetricsCallback among `callbacks` it makes one, for args.output_dir. Weights that are NaN or infinite
-    are in no checkpoint.
-    `recipe_run`: of run_sft.py. Such a run also ends, with Diverged, where its loss stays NaN or infinite.
+    It adds a StageMetricsCallback for args.output_dir if `callbacks` has none. It never saves NaN or infinite weights.
+    `recipe_run` is for run_sft.py only; such a run also ends with Diverged if its loss stays NaN or infinite.
 
     Private: the methods of the Trainer (transformers 5.23, trainer.py) and of SFTTrainer (TRL 1.16) with an underscore
     that are overridden here: no public event comes before a checkpoint's first file, an epoch's sampler or an engine's
@@ -135,6 +135,17 @@ class ZeroSFTTrainer(SFTTrainer):
                 step = self.state.global_step + 1
                 raise Diverged(f"the gradients of step {step} overflow fp16 at the smallest loss scale") from error
 
+    def create_optimizer(self, model=None):
+        """LoRA+: PEFT's groups of parameters have learning rates of their own."""
+        ratio = self.recipe_run and self.recipe_run.run.settings.loraplus_lr_ratio
+        if ratio is not None and self.optimizer is None:
+            kind, keywords = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            keywords |= {"loraplus_lr_ratio": ratio, "loraplus_weight_decay": self.args.weight_decay}
+            self.optimizer = create_loraplus_optimizer(model or self.model, kind, **keywords)
+            groups = self.optimizer.param_groups
+            groups[:] = [one for one in groups if one["params"]]  # FSDP2 resumes with at most one empty group
+        return super().create_optimizer(model)
+
     def _load_history(self, checkpoint: str | bool | None) -> None:
         """The history that a checkpoint carries; then metrics.json says what a killed run leaves."""
         folder = Path(str(checkpoint))
@@ -192,7 +203,7 @@ class ZeroSFTTrainer(SFTTrainer):
             self.args.save_only_model = False
             self._save_checkpoint(self.model, None)
         saved = f"saved as {checkpoint}" if once(is_saved, "looks at the checkpoint") else "not saved"
-        raise Preempted(f"a signal has ended the run; it is {saved}. The same command resumes it.")
+        raise Preempted(f"a signal ended the run; it is {saved}. The same command resumes it.")
 
     def _load_rng_state(self, checkpoint) -> None:
         super()._load_rng_state(checkpoint)
@@ -349,7 +360,7 @@ class ZeroSFTTrainer(SFTTrainer):
         has lost the last whole one under save_total_limit: 1. Here rotation comes after the manifest.
         """
         if not_finite(self.stage_metrics) or has_nonfinite_weights(self.model):
-            say(f"no checkpoint is saved at step {self.state.global_step}: it is not finite")
+            say(f"no checkpoint at step {self.state.global_step}: loss or weights are not finite")
             return
         with CLOCK.phase("save"):
             if self.args.save_only_model or trial is not None:  # nothing goes on from it
@@ -376,8 +387,8 @@ class ZeroSFTTrainer(SFTTrainer):
                     raise
                 raise NotSaved(
                     f"{checkpoint} could not be saved: {type(error).__name__}: {first_line(error)}. "
-                    f"{shutil.disk_usage(folder).free:,} bytes are free on its disk. Checkpoints from before it are as "
-                    "they were. Make room first; save_total_limit: 1 keeps the newest alone."
+                    f"{shutil.disk_usage(folder).free:,} bytes are free on its disk. Earlier checkpoints are "
+                    "unchanged. Free some space first; save_total_limit: 1 keeps only the newest checkpoint."
                 ) from error
             finally:
                 self.args.save_total_limit = limit
@@ -427,8 +438,8 @@ class ZeroSFTTrainer(SFTTrainer):
                     if self._with_checksums:
                         save.write_checksums(run.output_dir)
                     size = sum(path.stat().st_size for path in {tensor.file for tensor in tensors.values()})
-                    print(f"saved {run.output_dir}: whole, {len(tensors)} tensors, {size:,} bytes", flush=True)
-        return f"the model in {run.output_dir} is saved and whole"
+                    print(f"saved {run.output_dir}: complete, {len(tensors)} tensors, {size:,} bytes", flush=True)
+        return f"the model in {run.output_dir} is saved and complete"
 
     def create_model_card(self, *_arguments, **_keywords) -> None:
         """Of the figures so far. TRL's names no base that is a folder, and no figure."""

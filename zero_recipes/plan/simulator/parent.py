@@ -48,11 +48,11 @@ def not_simulated(job: "Job") -> str | None:
     zero = job.zero
     reasons = {
         "FSDP2 is not simulated": job.is_fsdp,
-        "DeepSpeed writes states to NVMe by a kernel that reads addresses": job.on_nvme,
-        "hpZ's second copy of the weights is not simulated": zero.hpz_partition_size > 1,
-        "ZeRO++'s quantisers are CUDA kernels": zero.quantizes_weights or zero.quantizes_gradients,
+        "DeepSpeed writes states to NVMe with a kernel that reads addresses": job.on_nvme,
+        "hpZ's secondary shard is not simulated": zero.hpz_partition_size > 1,
+        "ZeRO++'s quantizers are CUDA kernels": zero.quantizes_weights or zero.quantizes_gradients,
         "the recipe sets no max_length": job.settings.max_length is None,
-        "bitsandbytes multiplies 8 bits in kernels of its own": job.settings.load_in_8bit,
+        "bitsandbytes multiplies 8-bit weights in its own kernels": job.settings.load_in_8bit,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
