@@ -98,6 +98,13 @@ def test_null_unsets_a_key_that_may_be_null(tmp_path, word, joined):
     assert recipe.settings.seed == 3 and recipe.settings.report_to == "none"
 
 
+@pytest.mark.parametrize("text", ['{"question": "ask"}', "{question: ask}"])
+def test_a_mapping_on_the_command_line_is_json_or_yaml(tmp_path, text):
+    (tmp_path / "recipe.yaml").touch()
+    recipe = recipes.parse_recipe(tmp_path / "recipe.yaml", {}, ["--columns", text])
+    assert recipe.settings.columns == {"question": "ask"}
+
+
 def test_a_key_of_the_recipe_is_not_taken_for_an_option_that_begins_so():
     arguments = cli.parse_arguments(["check", "recipes/tiny.yaml", "--num_proc", "4"])
     assert arguments.num_processes is None and arguments.overrides == ["--num_proc", "4"]

@@ -234,13 +234,14 @@ def named_on(overrides: list[str], known: Container[str]) -> set[str]:
 
 
 def decoded(value: Any) -> Any:
-    """A mapping that the command line gives as JSON, its texts as transformers reads them ("true" is true)."""
+    """A mapping that the command line gives as JSON or YAML, its texts as transformers reads them ("true" is true)."""
     from transformers.training_args import _convert_str_dict
 
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
-    with contextlib.suppress(ValueError):
-        return _convert_str_dict(json.loads(value))
+    for read in (json.loads, yaml.safe_load):
+        with contextlib.suppress(ValueError, yaml.YAMLError):
+            return _convert_str_dict(read(value))
     return value
 
 

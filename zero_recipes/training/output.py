@@ -139,8 +139,7 @@ class RecipeRun:
 
     def _log_in(self) -> None:  # wandb's callback does so after the weights are loaded
         if "wandb" in self.args.report_to and os.environ.get("WANDB_MODE", "online") == "online":
-            doing = "logging in to Weights & Biases (report_to: wandb)"
-            once(library_error_as_finding(doing)(import_module("wandb").login), "logs in")
+            once(library_error_as_finding("logging in (report_to: wandb)")(import_module("wandb").login), "logs in")
 
     def push_if_requested(self) -> None:
         """Upload the model where the recipe says push_to_hub. Every rank calls it, and waits however long it takes."""
