@@ -104,7 +104,7 @@ def test_only_what_must_be_simulated_starts_the_engines_process(capsys, tmp_path
 
 
 def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_recipes.plan.kept.FOLDER", tmp_path)
+    monkeypatch.setattr("zero_recipes.plan.cache.FOLDER", tmp_path)
     (path := tmp_path / "recipe.yaml").write_text((ROOT / RECIPE).read_text())
 
     def made(*overrides: str) -> tuple:

@@ -21,8 +21,8 @@ from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import library_error_as_finding
 from zero_recipes.metrics.flops import ModelFlops, active_experts, model_flops, squares
 from zero_recipes.metrics.schema import PARTS, CheckpointBytes, HostBytes, ModelStateBytes, Prediction, ReservedRange
+from zero_recipes.plan.cache import cached
 from zero_recipes.plan.job import Job
-from zero_recipes.plan.kept import kept
 from zero_recipes.theory.zero_paper import FP32, MIXED, ModelState, model_state_bytes
 
 OVERHEADS = Path(__file__).with_name("overheads.yaml")
@@ -113,12 +113,12 @@ class Shape:
 
 @lru_cache(maxsize=64)
 def _shape(config_json: str, lora_json: str) -> Shape:
-    """Kept: to build a model waits for torch, transformers and PEFT."""
+    """Cached, because building a model imports torch, transformers and PEFT."""
     shape, raw, lora = Shape.__new__(Shape), json.loads(config_json), json.loads(lora_json)
     if raw.keys() == LLAMA_KEYS and not any(lora[key] for key in LORA_ELSEWHERE):
         vars(shape).update(of_llama(raw, lora["lora_r"] if lora["use_peft"] else 0))
     else:
-        vars(shape).update(kept(lambda: vars(Shape(config_json, lora_json)), config_json, lora_json))
+        vars(shape).update(cached(lambda: vars(Shape(config_json, lora_json)), config_json, lora_json))
     weights, trained, attention = shape.flops
     shape.flops = ModelFlops(weights, trained, dict(attention))
     shape.tensors = [capacity.SwapTensor(*tensor) for tensor in shape.tensors]
@@ -128,21 +128,19 @@ def _shape(config_json: str, lora_json: str) -> Shape:
 def of_llama(config: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """What Shape finds in a Llama with as many keys as heads. `rank`: of LoRA on queries and values; 0 without."""
     width, ffn, layers, words = (config[key] for key in LLAMA_SIZES)
-    weight = lambda size, trained=not rank: capacity.SwapTensor(size, True, trained)  # noqa: E731
-    norm, embedding = capacity.SwapTensor(width, False, not rank), weight(words * width)
-    layer = 4 * [weight(width**2)] + 3 * [weight(width * ffn)] + 2 * [norm]
-    layer += 4 * [weight(rank * width, True)] if rank else []
+    square, wide, norm, embedding = (
+        capacity.SwapTensor(size, size > width, not rank) for size in (width**2, width * ffn, width, words * width)
+    )
+    layer = [*4 * [square], *3 * [wide], *2 * [norm]]
+    layer += 4 * [capacity.SwapTensor(rank * width, True, True)] if rank else []
     tensors = [*layers * layer, norm, embedding, embedding]
     multiplied = [tensor for tensor in tensors[:-1] if tensor.is_matrix]
     total, trained = sum(tensor.size for tensor in tensors), sum(tensor.size * tensor.trained for tensor in tensors)
     flops = sum(one.size for one in multiplied), sum(one.size * one.trained for one in multiplied)
-    return {
-        **{"tensors": tensors, "parameters": total, "trainable": trained, "multiplied": total - embedding.size},
-        **{"adapted": 2 * width if rank else 0, "layers": layers, "hidden": width, "query_width": width},
-        **{"kv_width": width, "ffn": ffn, "gated": True, "embedding": embedding.size, "dtype": "float32"},
-        **{"heads": config["num_attention_heads"], "positions": config["max_position_embeddings"]},
-        "flops": (*flops, [(None, 2 * width * layers)]),
-    }
+    found = dict(tensors=tensors, parameters=total, trainable=trained, multiplied=total - embedding.size)
+    found |= dict(adapted=2 * width if rank else 0, layers=layers, hidden=width, query_width=width, kv_width=width)
+    found |= dict(ffn=ffn, gated=True, embedding=embedding.size, dtype="float32", heads=config["num_attention_heads"])
+    return found | dict(positions=config["max_position_embeddings"], flops=(*flops, [(None, 2 * width * layers)]))
 
 
 class Terms(NamedTuple):

@@ -25,7 +25,7 @@ from zero_recipes.config.recipe import Recipe, RowLengths, Settings, stated
 from zero_recipes.core.files import at_hand
 from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
-from zero_recipes.plan.kept import kept
+from zero_recipes.plan.cache import cached
 
 HOSTS, MACHINE_RANK = "HOST,HOST", "K"  # in a command for several machines: of each machine
 FSDP = "fsdp2"  # the strategy that no ds_config describes
@@ -141,7 +141,7 @@ class Job:
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    """Kept: TRL's parser waits for torch and transformers."""
+    """Cached, because TRL's parser imports torch and transformers."""
     mapping, sha256 = recipes.read_recipe_file(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
     def parsed() -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
 
     words = [*overrides, *(str(mapping.get(key)) for key in ("model_name_or_path", "dataset_name"))]
     here = [str(at_hand(word.rpartition("=")[2])) for word in words]  # parse_recipe looks for the package's files
-    settings, explicit = kept(parsed, sha256, words, here)
+    settings, explicit = cached(parsed, sha256, words, here)
     return Recipe(path, Settings(settings), MappingProxyType(explicit), sha256)
 
 
@@ -292,12 +292,14 @@ def read_request(
 
 
 def _rows(recipe: Recipe) -> RowLengths | str:
-    """How long they are, or why that is not known. Kept as long as the files of model and data are the same."""
+    """Their lengths, or why these are unknown. Cached as long as the files of model, template and data are the same."""
     settings = recipe.settings
-    data = filter(None, [settings.dataset_name, *(entry["path"] for entry in settings.datasets)])
+    data = filter(
+        None, [settings.dataset_name, settings.chat_template_path, *(entry["path"] for entry in settings.datasets)]
+    )
     files = [_files(str(settings.model_name_or_path), "models"), *(_files(name, "datasets") for name in data)]
     if not files[0]:
-        return "the tokenizer is neither here nor in the cache"
+        return "the tokenizer is neither a local folder nor in the cache"
 
     def counted() -> dict[str, Any] | str:
         from zero_recipes.data.prepare import rows_at_hand
@@ -305,12 +307,12 @@ def _rows(recipe: Recipe) -> RowLengths | str:
         found = rows_at_hand(settings, recipe.path)
         return found if isinstance(found, str) else vars(found)
 
-    found = kept(counted, settings.as_dict(), files) if all(files) else counted()
+    found = cached(counted, settings.as_dict(), files) if all(files) else counted()
     return found if isinstance(found, str) else RowLengths(**found | {"lengths": tuple(found["lengths"])})
 
 
 def _files(name: str, kind: str) -> list[list[Any]]:
-    """Of a model or data set, here or in the hub's cache, with their times."""
+    """Of a model or data set, local or in the Hub's cache, with their modification times."""
     cached = Path(constants.HF_HUB_CACHE, f"{kind}--{name.replace('/', '--')}", "snapshots")
     folder = Path(name) if os.path.exists(name) else cached
     return sorted([str(file), file.stat().st_mtime_ns] for file in (folder, *folder.rglob("*")) if file.exists())

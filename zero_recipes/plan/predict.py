@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from zero_recipes.core.files import write_text
 from zero_recipes.metrics.schema import Prediction
+from zero_recipes.plan.cache import FOLDER, versions
 from zero_recipes.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.plan.job import Job
-from zero_recipes.plan.kept import FOLDER, versions
 from zero_recipes.plan.simulator import parent as simulation
 
 Predict = Callable[[Job], Prediction]

@@ -1,4 +1,4 @@
-"""What is kept on disk for later plans, by all that it depends on."""
+"""Results on disk for later plans. A key is a hash of everything that the result depends on."""
 
 import functools
 import hashlib
@@ -19,19 +19,19 @@ FOLDER = Path(constants.HF_HOME, "zero-recipes", "plans")
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of the libraries, and a hash of the whole package: a simulation runs its trainer, its probes and its
-    configuration, so other code or other tables mean other answers."""
+    """Of the libraries, and a hash of the whole package: a simulation runs its trainer, probes and configuration, so a
+    change of code or tables may change the result."""
     folder, digest = Path(zero_recipes.__file__).parent, hashlib.sha256()
     for path in sorted(path for kind in ("*.py", "*.yaml") for path in folder.rglob(kind)):
         digest.update(path.read_bytes())
     return library_versions() | {"zero_recipes": digest.hexdigest()}
 
 
-def kept(make: Callable[[], Any], *dependencies: Any) -> Any:
-    """What `make` returns, as JSON has it; from disk where an earlier program made it of the same `dependencies`."""
+def cached(make: Callable[[], Any], *dependencies: Any) -> Any:
+    """What `make` returns, through JSON. An earlier program's result for the same `dependencies` is read from disk."""
     key = hashlib.sha256(json.dumps([*dependencies, versions()], sort_keys=True).encode()).hexdigest()
     path = FOLDER / f"{key}.json"
-    with suppress(OSError, ValueError):  # not there, or not whole
+    with suppress(OSError, ValueError):  # missing, or incomplete
         return json.loads(path.read_text())
     text = json.dumps(make(), default=str)
     with suppress(OSError):  # a full or read-only disk costs the next program its time
