@@ -173,7 +173,7 @@ class UsedFlops:
         seconds, tokens = sum(steps.seconds(self.logged_steps)), int(counted[1])
         self.logged_steps = len(steps.steps)
         used = utilisation(self.of(counted), tokens, seconds, world_size, self.peak)
-        rate = {"tokens_per_second": tokens / seconds} if seconds else {}
+        rate = {"tokens_per_second": round(tokens / seconds)} if seconds else {}  # a float is printed as 1.15e+04
         return rate | ({"mfu": used["mfu"]} if used.get("mfu") else {})
 
 

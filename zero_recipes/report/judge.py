@@ -195,7 +195,7 @@ def _within(runs: Sequence[MeasuredRun], limit: float) -> tuple[bool, str]:
     if gap == 0:
         return True, f"Equal to the last bit over {len(steps)} steps."
     where = f"at step {step} between {low} and {high}"
-    return gap <= limit, f"The largest gap is {gap:.1e} of the loss, {where} (limit {limit:g})."
+    return gap <= limit, f"The largest gap is {gap:.2g} of the loss, {where} (limit {limit:g})."
 
 
 def _communication(runs: Sequence[MeasuredRun]) -> Answer:

@@ -192,9 +192,11 @@ def write_rows(path: Path, rows: list[SampleRow]) -> None:
 def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
     """Print the first rows and the mean scores as tables. `source`: where the prompts come from."""
     console = terminal()
-    texts = [[*map(short, (question(row.prompt), row.before, row.after, row.reference))] for row in rows[:most]]
-    title = f"Before and after ({len(texts)} of {len(rows)} prompts, {source})"
-    print_texts(title, ("prompt", "before", "after", "reference"), texts, console)
+    columns = {name: [getattr(row, name) for row in rows[:most]] for name in ("prompt", "before", "after", "reference")}
+    columns["prompt"] = [question(prompt) for prompt in columns["prompt"]]
+    columns = {name: texts for name, texts in columns.items() if any(text is not None for text in texts)}
+    texts = [[*map(short, row)] for row in zip(*columns.values(), strict=True)]
+    print_texts(f"Before and after ({len(texts)} of {len(rows)} prompts, {source})", tuple(columns), texts, console)
     for name in next((row.scores_after for row in rows if row.scores_after), {}):
         sides = {"before": [row.scores_before.get(name) for row in rows if row.before is not None]}
         sides["after"] = [row.scores_after.get(name) for row in rows]
