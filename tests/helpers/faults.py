@@ -387,6 +387,7 @@ FAULTS = [
          {"save_only_model": True, "load_best_model_at_end": True}),
     late("auto_find_batch_size", zero(3) | {"auto_find_batch_size": True}, zero(2) | {"auto_find_batch_size": True}),
     late("torch_compile", zero(3) | {"torch_compile": True}, zero(2) | {"torch_compile": True}),
+    late("monitor_package", zero(2, {"comet": {"enabled": True}}), zero(2, {"comet": {"enabled": False}})),
     late("liger_package", {"use_liger_kernel": True}, {"use_liger_kernel": False}),
     late("quantized_without_lora", {"load_in_8bit": True, "random_weights": False}, EIGHT | {"random_weights": False}),
     silent("adapter_alone", {"peft_config": {"r": 4}}, PEFT | {"peft_config": {"r": 4}}),

@@ -1,6 +1,7 @@
 """Rules about the DeepSpeed configuration of a run. File names are those of DeepSpeed 0.19.8, under deepspeed/."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from zero_recipes.core.findings import Finding, finding
 # blocks that DeepSpeed names outside runtime/constants.py
 OTHER_BLOCKS = ("autotuning", "data_efficiency", "hybrid_engine", "pipeline", "expert_parallel", "weight_quantization")
 OTHER_BLOCKS += ("monitor_config",)
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # blocks and their packages
 LOG_WARMUP = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket_size (runtime/zero/config.py)
 ADAMS = ("adam", "adamw")  # those of a ds_config's optimizer block that become DeepSpeedCPUAdam
@@ -53,6 +55,7 @@ def _stops(run: Candidate) -> dict[str, Any]:
         "zenflow": ds.zero.get("zenflow"),
         "legacy_stage1": ds.zero.get("legacy_stage1"),
         "data_routing": run.value("data_efficiency.enabled") and run.value("data_efficiency.data_routing.enabled"),
+        "monitor_package": any(run.value(f"{block}.enabled") and not find_spec(MONITORS[block]) for block in MONITORS),
         "managed_accumulation": run.value("managed_gradient_accumulation") is False,
         "deprecated_offload": ds.zero.get("cpu_offload") and not ds.optimizer,
         "no_gradient_norm": ds.zero.get("compute_grad_norm") is False
