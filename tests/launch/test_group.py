@@ -176,4 +176,4 @@ def test_a_machine_that_never_comes_is_named(capsys, machine, missing):
     argv = ["meet", "--hosts", "127.0.0.1,node-b,node-c", "--machine_rank", str(machine), "--port", str(free_port())]
     assert cli.main([*argv, "--seconds", "0.1"]) == 2
     said = capsys.readouterr().err
-    assert missing in said and "0: 127.0.0.1, 1: node-b, 2: node-c" in said and "[ZR327]" in said
+    assert missing in said and "0: 127.0.0.1, 1: node-b, 2: node-c" in said and "   fix: Run the same " in said

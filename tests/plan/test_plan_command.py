@@ -115,7 +115,7 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
     ways = ([], ["--use_peft", "true"])
     first = [made(*way) for way in ways]
     with monkeypatch.context() as without:
-        for name in ("zero_recipes.config.recipe.parse_recipe", "zero_recipes.plan.formulas.Shape.__init__"):
+        for name in ("zero_recipes.config.recipe.parse_recipe", "zero_recipes.plan.formulas.of_model"):
             without.setattr(name, None)
         assert [made(*way) for way in ways] == first and first[0] != first[1]
     assert first[0][0] == recipes.parse_recipe(path, recipes.read_recipe_file(path), [])

@@ -17,7 +17,7 @@ def check(arguments: argparse.Namespace) -> int:
     with working("importing the libraries"):
         from zero_recipes.checks import predicted
         from zero_recipes.checks.preflight import preflight, resolved_ds_config
-        from zero_recipes.config.accelerate import file_named, launch_of, launched_environment
+        from zero_recipes.config.accelerate import launched_as_named, launched_environment
 
     quieten()
     if arguments.upgrade:
@@ -36,9 +36,10 @@ def check(arguments: argparse.Namespace) -> int:
     overrides += [] if is_named else [f"--{trusts}", "false"]  # a look at a stranger's recipe runs no code of its model
     remote_code = bool(mapping.get(trusts)) and not is_named
     of_file: list[Finding] = []
-    launch = arguments.config_file, arguments.num_processes
-    launch = (file_named(mapping), launch_of(mapping).get("num_processes")) if launch == (None, None) else launch
-    environment = launched_environment(*launch, of_file)
+    if arguments.config_file is None and arguments.num_processes is None:
+        environment = launched_as_named(mapping, findings=of_file)
+    else:
+        environment = launched_environment(arguments.config_file, arguments.num_processes, of_file)
     gpu = gpu_named(arguments.gpu, gpus()) if arguments.gpu else None
     with working(f"checking {arguments.recipe}"):
         run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True, gpu=gpu)

@@ -165,10 +165,12 @@ def launch_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {key: mapping[key] for key in LAUNCH_KEYS if mapping.get(key) is not None}
 
 
-def launched_as_named(mapping: Mapping[str, Any], num_processes: int | None = None) -> dict[str, str]:
-    """The environment of the launch that a recipe names. Raises Refusal. `num_processes`: where the recipe names none.
+def launched_as_named(
+    mapping: Mapping[str, Any], num_processes: int | None = None, findings: list[Finding] | None = None
+) -> dict[str, str]:
+    """`launched_environment` of the launch that a recipe names. `num_processes`: where the recipe names none.
     An accelerate_config is a file or the name of one of TRL's own (trl/cli/accelerate_config.py)."""
-    return launched_environment(file_named(mapping), launch_of(mapping).get("num_processes", num_processes))
+    return launched_environment(file_named(mapping), launch_of(mapping).get("num_processes", num_processes), findings)
 
 
 def file_named(mapping: Mapping[str, Any]) -> Path | None:

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     predict = Predictor(arguments.quick)
     with working(f"reading {arguments.recipe if arguments.params is None else '--params'}"):
         request = read_request(arguments, rest) if arguments.params is None else request_of_size(arguments, rest)
-        if predict.missing(request.jobs()[0]):
+        if not arguments.quick and predict.missing(request.jobs()[0]):
             parent.start("gpu")  # loads the engine's libraries meanwhile
         answer = answer_by(Predictor(quick=True), arguments, request)
     if not arguments.quick:

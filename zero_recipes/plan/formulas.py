@@ -7,10 +7,11 @@ in a micro batch, h hidden width, a heads, L layers, V vocabulary. Sizes are byt
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import yaml
@@ -67,66 +68,84 @@ def shape_of(config: Mapping[str, Any], settings: Settings) -> "Shape":
     return _shape(json.dumps(dict(config), sort_keys=True), json.dumps(lora, sort_keys=True, default=str))
 
 
+@dataclass(frozen=True)
 class Shape:
     """The numbers of a model that formulas need, LoRA's adapter included. Counts are elements; widths are elements per
     token."""
 
-    def __init__(self, config_json: str, lora_json: str):
-        from peft import get_peft_model
-        from transformers import AutoConfig
-
-        from zero_recipes.model import adapter_config, build_on_meta
-
-        raw = json.loads(config_json)
-        with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
-            config = AutoConfig.for_model(**raw)
-            model = build_on_meta(config)
-            names = [name for name, _ in model.named_parameters()]
-            embedding = model.get_input_embeddings().weight
-            tied = model.get_output_embeddings().weight is embedding
-            peft_config = adapter_config(Settings(json.loads(lora_json)))
-            model = model if peft_config is None else get_peft_model(model, peft_config)
-        text = config.get_text_config()
-        self.tensors = [capacity.SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters()]
-        self.parameters = sum(tensor.size for tensor in self.tensors)
-        self.trainable = sum(tensor.size for tensor in self.tensors if tensor.trained)
-        # those in matrix products: all but the embedding's rows
-        self.multiplied = self.parameters if tied else self.parameters - embedding.numel()
-        adapted = sum(p.shape[-1] for name, p in model.named_parameters() if "lora_A" in name)
-        self.adapted = adapted / text.num_hidden_layers  # inputs of one layer's adapters
-        self.layers, self.hidden = text.num_hidden_layers, text.hidden_size
-        self.heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
-        head_width = getattr(text, "head_dim", None) or self.hidden // self.heads
-        self.query_width = self.heads * head_width
-        self.kv_width = (getattr(text, "num_key_value_heads", None) or self.heads) * head_width  # of one
-        self.ffn = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * self.hidden
-        experts, active = active_experts(text)
-        if experts:  # those that a token goes to together
-            self.ffn = active * (getattr(text, "moe_intermediate_size", None) or self.ffn)
-        self.gated = any("gate_proj" in name or "gate_up_proj" in name for name in names)  # SwiGLU and the like
-        self.embedding = text.vocab_size * self.hidden  # and the head's weight: the largest tensor
-        self.positions = getattr(text, "max_position_embeddings", 0)
-        self.dtype = str(config.dtype or "float32").removeprefix("torch.")  # of the weights' file
-        flops = model_flops(model)
-        self.flops: Any = flops.weights, flops.trained, [*flops.attention.items()]  # as JSON can hold it
+    tensors: Sequence[capacity.SwapTensor]
+    parameters: int
+    trainable: int
+    multiplied: int  # those in matrix products: all but the embedding's rows
+    adapted: float  # inputs of one layer's adapters
+    layers: int
+    hidden: int
+    heads: int
+    query_width: int
+    kv_width: int  # of one
+    ffn: int  # of experts: those that a token goes to together
+    gated: bool  # SwiGLU and the like
+    embedding: int  # and the head's weight: the largest tensor
+    positions: int
+    dtype: str  # of the weights' file
+    flops: ModelFlops
 
 
 @lru_cache(maxsize=64)
 def _shape(config_json: str, lora_json: str) -> Shape:
-    """Cached, because building a model imports torch, transformers and PEFT."""
-    shape, raw, lora = Shape.__new__(Shape), json.loads(config_json), json.loads(lora_json)
+    """From disk where possible, because building a model imports torch, transformers and PEFT."""
+    raw, lora = json.loads(config_json), json.loads(lora_json)
     if raw.keys() == LLAMA_KEYS and not any(lora[key] for key in LORA_ELSEWHERE):
-        vars(shape).update(of_llama(raw, lora["lora_r"] if lora["use_peft"] else 0))
+        found = of_llama(raw, lora["lora_r"] if lora["use_peft"] else 0)
     else:
-        vars(shape).update(cached(lambda: vars(Shape(config_json, lora_json)), config_json, lora_json))
-    weights, trained, attention = shape.flops
-    shape.flops = ModelFlops(weights, trained, dict(attention))
-    shape.tensors = [capacity.SwapTensor(*tensor) for tensor in shape.tensors]
-    return shape
+        found = cached(lambda: of_model(raw, lora), config_json, lora_json)
+    weights, trained, attention = found["flops"]
+    tensors = [capacity.SwapTensor(*tensor) for tensor in found["tensors"]]
+    return Shape(**found | {"tensors": tensors, "flops": ModelFlops(weights, trained, dict(attention))})
+
+
+def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Shape as JSON can hold them, from the model built without memory."""
+    from peft import get_peft_model
+    from transformers import AutoConfig
+
+    from zero_recipes.model import adapter_config, build_on_meta
+
+    with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
+        config = AutoConfig.for_model(**raw)
+        model = build_on_meta(config)
+        names = [name for name, _ in model.named_parameters()]
+        embedding = model.get_input_embeddings().weight
+        tied = model.get_output_embeddings().weight is embedding
+        peft_config = adapter_config(Settings(dict(lora)))
+        model = model if peft_config is None else get_peft_model(model, peft_config)
+    text, found = config.get_text_config(), SimpleNamespace()
+    found.tensors = [capacity.SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters()]
+    found.parameters = sum(tensor.size for tensor in found.tensors)
+    found.trainable = sum(tensor.size for tensor in found.tensors if tensor.trained)
+    found.multiplied = found.parameters if tied else found.parameters - embedding.numel()
+    adapted = sum(p.shape[-1] for name, p in model.named_parameters() if "lora_A" in name)
+    found.adapted = adapted / text.num_hidden_layers
+    found.layers, found.hidden = text.num_hidden_layers, text.hidden_size
+    found.heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
+    head_width = getattr(text, "head_dim", None) or found.hidden // found.heads
+    found.query_width = found.heads * head_width
+    found.kv_width = (getattr(text, "num_key_value_heads", None) or found.heads) * head_width
+    found.ffn = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * found.hidden
+    experts, active = active_experts(text)
+    if experts:
+        found.ffn = active * (getattr(text, "moe_intermediate_size", None) or found.ffn)
+    found.gated = any("gate_proj" in name or "gate_up_proj" in name for name in names)
+    found.embedding = text.vocab_size * found.hidden
+    found.positions = getattr(text, "max_position_embeddings", 0)
+    found.dtype = str(config.dtype or "float32").removeprefix("torch.")
+    flops = model_flops(model)
+    found.flops = flops.weights, flops.trained, [*flops.attention.items()]  # JSON has no key that is None
+    return vars(found)
 
 
 def of_llama(config: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """What Shape finds in a Llama with as many keys as heads. `rank`: of LoRA on queries and values; 0 without."""
+    """`of_model` of a Llama with as many keys as heads. `rank`: of LoRA on queries and values; 0 without."""
     width, ffn, layers, words = (config[key] for key in LLAMA_SIZES)
     square, wide, norm, embedding = (
         capacity.SwapTensor(size, size > width, not rank) for size in (width**2, width * ffn, width, words * width)
