@@ -220,13 +220,6 @@ def test_the_deepspeed_launchers_local_rank_goes_to_the_environment(words, envir
         assert left["LOCAL_RANK"] == rank
 
 
-def test_one_process_of_torchrun_is_alone(monkeypatch):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    start_process_group(Strategy("single", 1, None, None), "cpu", 60, set())
-    assert "LOCAL_RANK" not in os.environ
-
-
 def test_without_a_login_to_wandb_no_weight_is_loaded(monkeypatch):
     def login():
         raise ValueError("No API key")
@@ -240,7 +233,7 @@ def test_without_a_login_to_wandb_no_weight_is_loaded(monkeypatch):
         RecipeRun._log_in(run)
 
 
-def test_each_process_takes_its_gpu_and_fsdp_reduces_on_the_host_too(monkeypatch):
+def test_each_process_takes_its_gpu_fsdp_reduces_on_the_host_too_and_one_process_is_alone(monkeypatch):
     taken, met = [], []
     monkeypatch.setattr("torch.cuda.set_device", taken.append)
     monkeypatch.setattr("zero_recipes.distributed.group.rendezvous", lambda backend, *_: met.append(backend))
@@ -249,6 +242,8 @@ def test_each_process_takes_its_gpu_and_fsdp_reduces_on_the_host_too(monkeypatch
     for strategy in (Strategy("ddp", 4), Strategy("fsdp2", 4, fsdp_config={"cpu_offload": False})):
         start_process_group(strategy, "cuda", 60, set())
     assert (taken, met) == ([1, 1], ["nccl", "cuda:nccl,cpu:gloo"])
+    start_process_group(Strategy("single", 1, None, None), "cpu", 60, set())
+    assert "LOCAL_RANK" not in os.environ and len(met) == 2
 
 
 def test_a_phase_inside_another_is_taken_out_of_it_and_a_failure_names_the_innermost(monkeypatch):

@@ -405,18 +405,13 @@ def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_c
 
 
 def test_check_refuses_a_machine_that_the_recipe_means(tmp_path, monkeypatch, capsys):
-    """The verb itself: a machine without a compiler, and one whose GPU torch cannot use."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    """The verb itself, where torch cannot use the GPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     recipe = write_recipe(tmp_path, deepspeed="ds_configs/zero2.json")
-    argv = ["check", str(recipe), "--output_dir", str(tmp_path / "out"), "--use_cpu"]
-    assert cli.main([*argv, "true"]) == 2
-    assert "refused: DeepSpeed cannot compile" in capsys.readouterr().out
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(machines, "driver_version", lambda host: "550.54.15")
-    assert cli.main([*argv, "false"]) == 2
+    assert cli.main(["check", str(recipe), "--output_dir", str(tmp_path / "out")]) == 2
     assert "[ZR650]" in capsys.readouterr().out
 
 

@@ -75,10 +75,7 @@ def test_ranks_are_brought_together():
     assert found.tokens_per_second == schema.Tokens(all=10.0, non_padding=5.0, supervised=2.5)
     assert found.step_seconds == schema.StepSeconds(median=2.0, p90=3.0, warmup_steps_excluded=1)
     assert found.loss_history == [2.0, 4.0, 6.0]
-
-
-def test_what_a_rank_does_not_know_nobody_does():
-    unknown = [20, 10, None]
+    unknown = [20, 10, None]  # what a rank does not know, nobody does
     found = summarise([figures(1), figures(3, losses=None, tokens=unknown, timed_tokens=unknown)], [1.0, 1.0], 0)
     assert found.loss_history is found.tokens.supervised is found.tokens_per_second.supervised is None
     assert found.tokens.all == 50
