@@ -40,11 +40,9 @@ QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
 
 def written(form, turns, system=None):
-    texts = [form.format("system", system)] if system else []
-    return "".join(
-        texts
-        + [form.format(who, text) for pair in turns for who, text in zip(("user", "assistant"), pair, strict=True)]
-    )
+    said = [("system", system)] if system else []
+    said += [turn for pair in turns for turn in zip(("user", "assistant"), pair, strict=True)]
+    return "".join(form.format(who, text) for who, text in said)
 
 
 # (the other's file, a row, all of the text, what carries loss)
@@ -193,9 +191,8 @@ def rendered(draft, messages):
 
 def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(drafted):
     """swift/self-cognition has the model's name as {{NAME}}."""
-    command = (
-        "NPROC_PER_NODE=$n swift sft --model Qwen/Qwen3-8B --target_modules q_proj --dataset swift/self-cognition#113"
-    )
+    command = "NPROC_PER_NODE=$n swift sft --model Qwen/Qwen3-8B --target_modules q_proj"
+    command += " --dataset swift/self-cognition#113"
     script = f"n=4\n{command} --gradient_accumulation_steps $(expr 16 / $n) --model_author Al"
     assert drafted(script)[0].changes.keys() == {"dataset"}
     draft, recipe = drafted(script + " --model_name Bo\n")
@@ -223,9 +220,8 @@ def test_options_of_ms_swift_in_a_file(drafted, tmp_path, monkeypatch):
 
 
 def test_groups_of_gpus_of_ms_swift_are_processes_and_rows_tokenized_before_are_rows(drafted):
-    export = (
-        "swift export --model M --dataset a.json --split_dataset_ratio 0.1 --to_cached_dataset true --output_dir o\n"
-    )
+    export = "swift export --model M --dataset a.json --split_dataset_ratio 0.1 --to_cached_dataset true"
+    export += " --output_dir o\n"
     command = "NPROC_PER_NODE=8 swift sft --model M --template qwen --sequence_parallel_size 4 --cached_dataset o/train"
     command += " --cached_val_dataset o/val\n"
     draft, recipe = drafted(export + command)

@@ -405,13 +405,18 @@ def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_c
 
 
 def test_check_refuses_a_machine_that_the_recipe_means(tmp_path, monkeypatch, capsys):
-    """The verb itself, where torch cannot use the GPU."""
+    """The verb itself: a machine without a compiler, and one whose GPU torch cannot use."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     recipe = write_recipe(tmp_path, deepspeed="ds_configs/zero2.json")
+    argv = ["check", str(recipe), "--output_dir", str(tmp_path / "out"), "--use_cpu"]
+    assert cli.main([*argv, "true"]) == 2
+    assert "refused: DeepSpeed cannot compile" in capsys.readouterr().out
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(machines, "driver_version", lambda host: "550.54.15")
-    assert cli.main(["check", str(recipe), "--output_dir", str(tmp_path / "out")]) == 2
+    assert cli.main([*argv, "false"]) == 2
     assert "[ZR650]" in capsys.readouterr().out
 
 
@@ -452,16 +457,11 @@ def test_results_outside_of_a_pods_volume_are_named(tmp_path, monkeypatch):
         assert said(machines.volume_findings(Path(path), host)) == ""
 
 
-TOPOLOGY = """#!/bin/sh
-[ "$*" = "topo -m" ] && printf '\\t\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0\\t X \\tNV18\\nGPU1\\tNV18\\t X \\n'
-"""
-
-
 def test_env_shows_a_pod_as_its_container_may_use_it(tmp_path, monkeypatch):
     fake_cuda.install(monkeypatch)
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr(machines, "refusal_of_cuda", lambda: "")
-    files = DRIVER | CONTAINER | SEEN | may_lock(8388608) | {"/usr/bin/nvidia-smi": TOPOLOGY}
+    files = DRIVER | CONTAINER | SEEN | may_lock(8388608)
     files |= {"/sys/fs/cgroup/memory.max": "500000000\n", "/sys/fs/cgroup/cpu.max": "100000 100000\n"}
     pod = machine(tmp_path, files, 7 * GB, NCCL_DEBUG="INFO", UNRELATED="x", HF_TOKEN="hf_abc", WANDB_API_KEY="w")
     found = env.machine(pod)
