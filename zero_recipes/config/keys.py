@@ -5,23 +5,17 @@ import difflib
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
+from functools import partial
 from typing import Any
 
-import yaml
-
+from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, described, finding, ignored_codes, table
 
 # readers of the datasets library by the ends of a file's name
 FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 ENTRY_KEYS = ("weight", "dataset_format")  # of an entry of `datasets`, besides TRL's; its `columns` may be a mapping
 
-
-@cache
-def tables() -> dict[str, Any]:
-    """What keys.yaml holds."""
-    return yaml.safe_load(resources.files(__package__).joinpath("keys.yaml").read_text(encoding="utf-8"))
+tables = partial(package_yaml, __package__, "keys.yaml")
 
 
 def _key(name: str, default: Any) -> Any:

@@ -13,11 +13,9 @@ import traceback
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
 from typing import Any
 
-import yaml
-
+from zero_recipes.core.files import package_yaml
 from zero_recipes.core.process import rank, wait_for_rank_0
 
 FAILED, REFUSED, PREEMPTED = 1, 2, os.EX_TEMPFAIL  # exit codes; the last is 75
@@ -75,9 +73,7 @@ def shown(findings: Iterable[Finding], tracebacks: bool = False) -> str:
 @cache
 def table() -> dict[str, dict[str, Any]]:
     """{code: {"level", "what", "why", "fix"; some have "source", "ignore" and "example"}} of findings.yaml."""
-    text = resources.files(__package__).joinpath("findings.yaml").read_text(encoding="utf-8")
-    rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the one in C takes a tenth of the time
-    return {code: {"level": "error"} | row for code, row in rows.items()}
+    return {code: {"level": "error"} | row for code, row in package_yaml(__package__, "findings.yaml").items()}
 
 
 def finding(
