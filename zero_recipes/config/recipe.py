@@ -3,6 +3,7 @@
 `read_recipe_file` needs only PyYAML: the recipe's `env:` is in force before torch is imported; `parse_recipe` TRL.
 """
 
+import argparse
 import contextlib
 import copy
 import dataclasses
@@ -147,17 +148,12 @@ class Recipe:
 
 def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
     """(recipe, overrides). `--local_rank`, of the deepspeed launcher, goes to LOCAL_RANK; `--traceback` is dropped."""
-    rest, index = [], 0
-    while index < len(argv):
-        key, _, value = argv[index].partition("=")
-        if key in ("--local_rank", "--local-rank"):
-            if not value:
-                index += 1
-                value = argv[index]
-            os.environ.setdefault("LOCAL_RANK", value)
-        elif key != "--traceback":  # read where the run ends
-            rest.append(argv[index])
-        index += 1
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--local_rank", "--local-rank")
+    parser.add_argument("--traceback", action="store_true")  # read where the run ends
+    known, rest = parser.parse_known_args(argv)
+    if known.local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", known.local_rank)
     if not rest or rest[0].startswith("-"):
         found = f"the first argument is {rest[0]!r}" if rest else "no argument was given"
         raise refusal("ZR115", found=found, usage=USAGE)
