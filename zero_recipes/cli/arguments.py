@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,7 @@ def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 COUNT, AMOUNT = above_zero(int), above_zero(float)
-
-
-def recipe_file(text: str) -> Path:
-    return at_hand(text, "recipes")
-
-
-def accelerate_file(text: str) -> Path:
-    return at_hand(text, "accelerate_configs")
+recipe_file, accelerate_file = (partial(at_hand, folder=folder) for folder in ("recipes", "accelerate_configs"))
 
 
 def names(text: str) -> list[str]:
