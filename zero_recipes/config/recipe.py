@@ -166,7 +166,7 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     known = keys.key_types()
     lines = getattr(mapping, "lines", {})
     mapping = {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS}  # preflight compares them
-    raise_errors(keys.recipe_findings(str(path), mapping, lines, known, keys.key_choices()))
+    raise_errors(keys.recipe_findings(str(path), mapping, lines))
     file_values = {key: _as_text(value, known[key]) for key, value in mapping.items()}
     prompts = file_values.pop("sample_prompts", None)  # a list, a number or a path: argparse has one type per key
     parser.set_defaults_with_config(**file_values)
