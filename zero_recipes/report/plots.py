@@ -20,6 +20,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from zero_recipes.core import units
 from zero_recipes.metrics.read_runs import MeasuredRun, draw_losses
+from zero_recipes.metrics.schema import ReservedRange
 from zero_recipes.report import read
 
 BARS_INCHES, LOSS_INCHES = (8.0, 4.8), (8.0, 6.0)
@@ -48,13 +49,13 @@ class Bar:
     parts: Mapping[str, int]  # of MEMORY, from the bottom to the top
     peak: int | None = None  # measured; outlined beside the stack
     textbook: float | None = None  # a mark across the stack
-    reserved: tuple[int, int] | None = None  # a line from low to high
+    reserved: ReservedRange | None = None  # a line from low to high
     absent: str = ""  # why there are no parts
 
     @property
     def top(self) -> float:
         """Of the stack and of what is drawn over it."""
-        return max(sum(self.parts.values()), self.textbook or 0, self.reserved[1] if self.reserved else 0)
+        return max(sum(self.parts.values()), self.textbook or 0, self.reserved.high if self.reserved else 0)
 
 
 def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
@@ -68,9 +69,8 @@ def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path
         drawn["loss"] = _draw_losses(compared, setting, folder / "loss.png")
     if planned := [run for run in compared if read.planned_peak(run) and run.predicted.at_peak]:
         memory = list(filter(None, [(run.hardware or {}).get("gpu_memory_bytes") for run in planned]))
-        ends = [tuple(dict(run.predicted.reserved_bytes).values()) for run in planned]
-        known = zip(planned, ends, strict=True)
-        bars = [Bar(run.label, run.predicted.at_peak, run.peak("allocated"), reserved=end) for run, end in known]
+        plans = [(run, run.predicted) for run in planned]
+        bars = [Bar(run.label, p.at_peak, run.peak("allocated"), reserved=p.reserved_bytes) for run, p in plans]
         capacity = min(memory, default=None)
         title, path = "Planned memory, and the measured peak", folder / "plan.png"
         drawn["plan"] = draw_memory(bars, title, setting, path, capacity)
@@ -115,9 +115,9 @@ def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capac
                 ends = (left - width / 2, left + width / 2)
                 legend["textbook total"] = axes.hlines(bar.textbook / one, *ends, INK, lw=2, path_effects=outline)
             if bar.reserved:
-                line = axes.vlines(left, *(end / one for end in bar.reserved), INK, lw=1.3)
-                legend["up to, with allocator, CUDA, NCCL"] = line
-                axes.hlines(bar.reserved[1] / one, left - 0.09, left + 0.09, INK, lw=1.3)
+                low, high = bar.reserved.low / one, bar.reserved.high / one
+                legend["up to, with allocator, CUDA, NCCL"] = axes.vlines(left, low, high, INK, lw=1.3)
+                axes.hlines(high, left - 0.09, left + 0.09, INK, lw=1.3)
             if bar.absent:
                 _say(axes, place, bar.absent)
             else:
