@@ -1,7 +1,7 @@
 """`zero-recipes tune`: measure what trains a recipe fastest on this machine, and write that as RECIPE.tuned.yaml.
 
-The plan's formulas name the candidates that fit; each is launched for a few steps; the faster half goes on with twice
-as many steps, until two are left or the time is over.
+The plan's formulas name the candidates that fit; each trains for a few steps, in processes that are forked from one
+with the libraries (forked.py); the faster half goes on with twice as many, until two are left or the time is over.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from rich.console import Console
 
 from zero_recipes.checkpoint.output_dir import inputs_of
 from zero_recipes.cli import sweep
+from zero_recipes.cli.forked import forked
 from zero_recipes.config.accelerate import FOLDER, launched_environment
 from zero_recipes.config.recipe import Recipe, RowLengths, derive_accumulation
 from zero_recipes.config.strategy import launched_ds_config
@@ -70,7 +71,7 @@ def tune(arguments: argparse.Namespace) -> int:
 
     def measure(run: sweep.SweepRun, steps: int, label: str) -> Row:
         started, words = time.monotonic(), [*overrides, *ONLY_MEASURED, f"--max_steps={steps}"]
-        place = (folder / run.name, label, processes, words, at_hand("run_sft.py"), console)
+        place = (folder / run.name, label, processes, words, at_hand("run_sft.py"), console, forked)
         return Row(run, steps, sweep.launched(path, run, *place)[0], time.monotonic() - started)
 
     rows = halved(field, measure, 60 * arguments.minutes, console)
