@@ -52,7 +52,8 @@ def check(arguments: argparse.Namespace) -> int:
     findings += data_findings(run) if run is not None and arguments.data else []
     errors = sum(finding.level == "error" for finding in findings)
     answer = f"{'cannot' if errors else 'can'} run{f' on {gpu.name}' if gpu else ''}"
-    print(f"{recipe} {answer}: {errors} errors, {len(findings) - errors} warnings")
+    counts = {"error": errors, "warning": len(findings) - errors}
+    print(f"{recipe} {answer}:", ", ".join(f"{n} {word}{'s' * (n != 1)}" for word, n in counts.items()))
     if findings:
         print(shown(findings, arguments.traceback))
     if run is not None:
