@@ -26,6 +26,7 @@ from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import refuse_uneven_gpus, split_command_line
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core import tables
@@ -172,20 +173,22 @@ def test_a_kernel_of_another_installation_or_of_a_killed_compiler_is_compiled_an
 
 
 @pytest.mark.parametrize(
-    ("processes", "device", "environment", "said"),
+    ("strategy", "device", "environment", "said"),
     [
-        (4, "cuda", {}, r"4 processes .* 2 GPUs .ZR309"),
-        (4, "cuda", {"LOCAL_WORLD_SIZE": "2"}, None),  # two machines
-        (4, "cuda", {"LOCAL_SIZE": "2"}, None),  # by the deepspeed launcher, which sets no LOCAL_WORLD_SIZE
-        (4, "cpu", {}, None),
-        (1, "cuda", {}, r"2 GPUs .*ZR308"),
-        (1, "cuda", {"RANK": "0"}, None),
+        (("zero2", 4), "cuda", {}, r"4 processes .* 2 GPUs .ZR309"),
+        (("zero2", 4), "cuda", {"LOCAL_WORLD_SIZE": "2"}, None),  # two machines
+        (("zero2", 4), "cuda", {"LOCAL_SIZE": "2"}, None),  # by the deepspeed launcher, which sets no LOCAL_WORLD_SIZE
+        (("zero2", 4), "cpu", {}, None),
+        (("single", 1), "cuda", {}, r"2 GPUs .*ZR308"),
+        (("single", 1), "cuda", {"RANK": "0", "LOCAL_RANK": "0"}, r"2 GPUs .*ZR308"),  # torchrun --nproc_per_node 1
+        (("zero2", 1, DsConfig({})), "cuda", {"RANK": "0"}, None),
+        (("zero2", 1, DsConfig({})), "cuda", {}, r"2 GPUs .*ZR308"),  # plain python
     ],
 )
-def test_processes_and_gpus_fit(monkeypatch, processes, device, environment, said):
+def test_processes_and_gpus_fit(monkeypatch, strategy, device, environment, said):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(Refusal, match=said) if said else contextlib.nullcontext():
-        refuse_uneven_gpus(SimpleNamespace(world_size=processes), device, environment)
+        refuse_uneven_gpus(Strategy(*strategy), device, environment)
 
 
 def test_check_takes_the_launch_of_the_recipe(tmp_path, monkeypatch, capsys):
