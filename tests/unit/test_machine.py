@@ -507,6 +507,13 @@ def test_the_limit_is_added_and_nothing_of_the_users_is_lost(before, after):
     assert environment == after
 
 
+def test_torch_before_the_limit_is_not_given_it(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", {"torch": "2.11.0+cu130"}.get)
+    environment: dict[str, str] = {}
+    limit_rounding(environment)
+    assert not environment
+
+
 @given(size=draw.integers(2, 1 << 40), mib=draw.integers(1, 4096))
 def test_only_what_the_limit_allows_is_rounded(size, mib):
     taken = pinned_bytes(size, {"PYTORCH_CUDA_ALLOC_CONF": f"x:1,pinned_max_cached_size_mb:{mib}"})

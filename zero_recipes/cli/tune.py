@@ -62,7 +62,7 @@ def tune(arguments: argparse.Namespace) -> int:
             raise refusal("ZR863", new=new)
         gpus = 0 if recipe.settings.use_cpu else torch.cuda.device_count()
         processes = arguments.num_processes or gpus or 2
-        capacity = torch.cuda.mem_get_info()[1] if gpus else Host().memory()[0] // processes
+        capacity = torch.cuda.get_device_properties(0).total_memory if gpus else Host().memory()[0] // processes
         field = candidates(recipe, processes, capacity, "gpu" if gpus else "cpu", arguments.strategies)
     folder = arguments.output_dir or Path("output") / f"{path.stem}-tune"
     inputs = list(inputs_of(recipe.settings, path, os.environ))

@@ -402,13 +402,13 @@ def settings_in_force(
 
 
 def refuse_uneven_gpus(strategy: "Strategy", device: str, environment: Mapping[str, str]) -> None:
-    """One plain process with several GPUs would become nn.DataParallel, which SFTTrainer does not take; more processes
-    than GPUs on a machine end in NCCL, which does not take two ranks on one device."""
+    """One process with several GPUs would become nn.DataParallel, under torchrun too (distributed/group.py), which
+    SFTTrainer refuses once the weights are loaded; DeepSpeed's does not. NCCL takes no two ranks on one device."""
     import torch
 
     here = local_world_size(environment, strategy.world_size)
     count = torch.cuda.device_count() if device == "cuda" else here
-    if strategy.world_size == 1 and "RANK" not in environment and count > 1:
+    if strategy.world_size == 1 and count > 1 and not ("RANK" in environment and strategy.is_deepspeed):
         raise refusal("ZR308", count=count)
     if here > count:
         raise refusal("ZR309", here=here, count=count)

@@ -182,7 +182,7 @@ def raise_errors(findings: list[Finding]) -> None:
         raise Refusal(findings)
 
 
-def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
+def print_ending(ending: Exception, tracebacks: bool = False) -> int:
     """Print why a run ends, each finding on the ranks of its scope alone. Returns the exit code of every rank.
 
     accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what is in
@@ -194,9 +194,10 @@ def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
         message, mine = str(ending), [finding for finding in ending.findings if prints[finding.scope]]
         texts = [shown(mine, tracebacks)] if mine else []
     else:
-        message = f"{ending.status}: {ending}"
-        texts = [message] if prints["run"] else []
-        texts += traceback.format_exception(ending) if tracebacks else []
+        is_known = isinstance(ending, RunFailed)
+        message = f"{ending.status if is_known else type(ending).__name__}: {ending}"
+        texts = [message] if is_known and prints["run"] else []
+        texts += ["".join(traceback.format_exception(ending))] if tracebacks or not is_known else []
     for text in texts:
         print(text, file=sys.stderr, flush=True)
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -205,4 +206,4 @@ def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     if rank() and not texts:
         wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
-    return REFUSED if isinstance(ending, Refusal) else ending.exit_code
+    return REFUSED if isinstance(ending, Refusal) else getattr(ending, "exit_code", FAILED)

@@ -138,15 +138,15 @@ class Host:
 # hands out blocks that are too small (pytorch/pytorch#192722) and is never set here.
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first of them that is set
-PINNED_KEY = "pinned_max_cached_size_mb"
+PINNED_KEY, KNOWN_FROM = "pinned_max_cached_size_mb", [2, 13]  # torch 2.11: "Unrecognized key", once CUDA is used
 PINNED_LIMIT_MIB = 4  # a batch of a data loader stays below it, what DeepSpeed offloads above
 
 
 def limit_rounding(environment: MutableMapping[str, str]) -> None:
-    """Have torch, which is not imported yet, round no large pinned allocation; a limit of the user's own stays."""
+    """Have torch, not imported yet, round no large pinned allocation, if it knows the key; a user's own limit stays."""
     name = next((name for name in ALLOCATOR if environment.get(name)), ALLOCATOR[0])
-    own = environment.get(name, "")
-    if PINNED_KEY not in own:
+    own, release = environment.get(name, ""), metadata.version("torch").split(".")[:2]
+    if PINNED_KEY not in own and [int(number) for number in release] >= KNOWN_FROM:
         environment[name] = ",".join(filter(None, (own, f"{PINNED_KEY}:{PINNED_LIMIT_MIB}")))
 
 

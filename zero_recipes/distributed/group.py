@@ -36,16 +36,16 @@ _calls = itertools.count()  # every process counts the same calls
 
 @contextlib.contextmanager
 def session(run: RunConfig) -> Iterator[None]:
-    """The run's process group: ready before TrainingArguments, taken down together where the run is refused. A run that
-    went well ends it itself (Trainer.end); one that fails ends at once, and its launcher ends the others. A rank that
-    exits with a live gloo group can abort the others (exit code -6)."""
+    """The run's process group, ready before TrainingArguments. A run that went well ends it itself (Trainer.end). One
+    that is refused ends gloo's, or its exit can abort other ranks (exit code -6), but not NCCL's, which would wait for
+    ranks that are in a collective (pytorch/torchtitan#1342). The launcher of one that fails ends the other ranks."""
     ops = ops_of(run.strategy, run.device, run.settings)
     start_process_group(run.strategy, run.device, run.settings.ddp_timeout, ops)
     set_host_threads(run.strategy, run.device)
     try:
         yield
     except (Refusal, RunFailed):
-        if distributed.is_initialized():
+        if distributed.is_initialized() and run.device == "cpu":
             distributed.destroy_process_group()
         raise
 
