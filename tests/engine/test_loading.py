@@ -40,11 +40,12 @@ def with_tensors(recipe: Path, folder: Path, strategy: str, **tensors: torch.Ten
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])  # the two ways of transformers to load
 def test_other_tensors_are_refused_by_name_unless_the_recipe_allows_them(two, recipe, tmp_path, strategy):
     query, out = load_file(recipe.parent / "model" / NAME)[QUERY], tmp_path / "out"
+    for said in two.run("refusal_of", argv=with_tensors(recipe, tmp_path, strategy, **{QUERY: query[:-3].clone()})):
+        assert said.endswith(f"mismatched keys {QUERY} [ZR408]")
+    assert not out.exists(), "a run that is refused leaves nothing"
     out.mkdir()
     (out / "metrics.json").write_text('{"status": "ok"}')
     before = contents(out)
-    for said in two.run("refusal_of", argv=with_tensors(recipe, tmp_path, strategy, **{QUERY: query[:-3].clone()})):
-        assert said.endswith(f"mismatched keys {QUERY} [ZR408]")
     renamed = with_tensors(recipe, tmp_path, strategy, **{QUERY: None, RENAMED: query}, **OLD_BUFFERS)
     for said in two.run("refusal_of", argv=renamed):
         missing, unexpected = said.splitlines()

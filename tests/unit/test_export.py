@@ -75,16 +75,18 @@ def test_the_template_of_an_alpaca_model_is_its_prompt(adapter):
 
 
 @pytest.mark.grid
-def test_gguf_answers_as_transformers(adapter, tmp_path, capfd):
-    """GPT-NeoX with a tokenizer of its own, Llama, and an adapter on its base's file. llama.cpp's source is downloaded
-    once, as a user's is."""
+def test_gguf_answers_as_transformers(tmp_path, capfd):
+    """A GPT-NeoX with a tokenizer of its own, and an adapter on its file. llama.cpp's source is downloaded once."""
     pytest.importorskip("xllamacpp")
-    neox, llama = shutil.copytree(ROOT / "tiny_world" / "base", tmp_path / "neox"), adapter.with_name("base")
-    for folder, kinds in ((neox, ["f16", "q8_0"]), (llama, ["f16"]), (adapter, ["f16", "lora"])):
+    neox, folder = ROOT / "tiny_world" / "base", tmp_path / "lora"
+    lora = LoraConfig(r=4, lora_alpha=0.1, target_modules=["query_key_value", "dense"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(neox), lora).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(neox).save_pretrained(folder)
+    for model, kinds in ((shutil.copytree(neox, tmp_path / "neox"), ["f16", "q8_0"]), (folder, ["f16", "lora"])):
         rows = [SampleRow(prompt=text, scores_before={}).model_dump_json() for text in ("Name a fish.", "Moss", "It")]
-        (folder / "samples.jsonl").write_text("\n".join(rows) + "\n")
-        assert main(["export", str(folder), "--gguf", *kinds]) == 0
+        (model / "samples.jsonl").write_text("\n".join(rows) + "\n")
+        assert main(["export", str(model), "--gguf", *kinds]) == 0
         found = re.findall(r"-(\w+).gguf: (\d) of 3 greedy answers match transformers", capfd.readouterr().out)
         assert [kind for kind, _ in found] == kinds
         # a token that is nearly as likely may win in 16 bits
-        assert all(int(equal) >= (0 if kind == "q8_0" else 2) for kind, equal in found), (folder, found)
+        assert all(int(equal) >= 2 for kind, equal in found if kind != "q8_0"), found
