@@ -15,9 +15,8 @@ from zero_recipes.checks.preflight import preflight, resolved_ds_config
 from zero_recipes.checks.rehearsal import _handed_over
 from zero_recipes.checks.rules import Candidate
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.strategy import Strategy
-from zero_recipes.model import load_config
+from zero_recipes.config.strategy import resolve_strategy
+from zero_recipes.model import load_config, size_of
 from zero_recipes.plan.job import known_models
 
 
@@ -57,10 +56,9 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
 
 def test_the_parser_is_asked_with_what_the_engine_gets(two, tmp_path):
     """All but the batch sizes, which need a process group, and what accelerate writes for its own optimizer."""
-    config = json.loads(Path("ds_configs/zero3.json").read_text())
-    path = write_recipe(tmp_path, deepspeed=config, gradient_accumulation_steps=3)
+    path = write_recipe(tmp_path, deepspeed="ds_configs/zero3.json", gradient_accumulation_steps=3, use_cpu=True)
     settings = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
-    strategy = Strategy("zero", 2, DsConfig(config), "c.json")
+    strategy = resolve_strategy(settings, {"WORLD_SIZE": "2"}, size_of)
     asked = _handed_over(Candidate(settings, strategy, "cpu", {}, load_config(settings)))
     real = two.run("engine_config", argv=[str(path), "--output_dir", str(tmp_path / "o")])[0]
     assert asked.pop("steps_per_print") == float("inf") and real.pop("steps_per_print") in ("inf", float("inf"))
