@@ -106,7 +106,6 @@ def fill_own_autos(
 
     What cannot be known stays "auto", and the checks find it. `settings`: the recipe's, use_cpu as it is in force.
     `size_of_model`: (hidden size, elements of the largest tensor), called where something is sized by the model.
-
     zero_hpz_partition_size: the processes of one machine. nvme_path: the recipe's key, else the environment's
     ZERO_RECIPES_NVME_PATH. offload_param.buffer_size: elements of the model's largest partition (stage 3 rounds up),
     the least that DeepSpeed takes (runtime/swap_tensor/partitioned_param_swapper.py, get_buffer). Buckets, under

@@ -73,8 +73,7 @@ def resolve_strategy(
 
     One path for every launcher: `accelerate launch` hands its ds_config to the training through the environment
     (ACCELERATE_DEEPSPEED_CONFIG_FILE), torchrun and deepspeed through the recipe's `deepspeed:` key.
-    `settings` and `size_of_model`: as for fill_own_autos.
-    Raises Refusal where two places name different configurations.
+    `settings`, `size_of_model`: see fill_own_autos. Raises Refusal where two places name different configurations.
     """
     world_size = int(environment.get("WORLD_SIZE", 1))
     fsdp_config = fsdp.fsdp_config_in_force(settings, environment, world_size)
