@@ -8,7 +8,7 @@ import os
 import sys
 
 from zero_recipes.config import recipe as recipes
-from zero_recipes.core.findings import Refusal, RunFailed, print_ending, raise_errors, shown
+from zero_recipes.core.findings import print_ending, raise_errors, shown
 from zero_recipes.core.process import leave, say
 from zero_recipes.libs.warnings import quiet_imports
 
@@ -66,6 +66,6 @@ def train(run):
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (Refusal, RunFailed) as ending:
+    except Exception as ending:  # the interpreter's own end may wait in NCCL for ranks that are in a collective
         leave(print_ending(ending, tracebacks="--traceback" in sys.argv))
     leave(0)

@@ -9,6 +9,7 @@ missing or failed.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -48,10 +49,13 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="WORD", help="runs whose name has it, e.g. 2.8b")
     given = parser.parse_args()
     if given.plans:
-        write_json(PLANS, {"plans": plans_of(cases(2, 3, 4))})
+        write_json(PLANS, {"made_from": planned_from(), "plans": plans_of(cases(2, 3, 4))})
     if given.collect:
         print(*collect(given.collect), sep="\n")
-    deadline, plans = time.monotonic() + given.minutes * 60, json.loads(PLANS.read_text())["plans"]
+    known = json.loads(PLANS.read_text())
+    if {2, 3, 4} & {*given.part} and known.get("made_from") != planned_from():
+        parser.error(f"{PLANS} was made for other ds_configs or cases. Run --plans first, on a machine without a GPU")
+    deadline, plans = time.monotonic() + given.minutes * 60, known["plans"]
     given.out.mkdir(parents=True, exist_ok=True)
     done = {row["case"] for row in read_rows(given.out) if row["status"] == "ok"}
     for case in cases(*given.part):
@@ -93,6 +97,12 @@ def write_recipe(case: Case) -> Path:
     path = WORK / f"{case['name']}.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not None}))
     return path
+
+
+def planned_from() -> str:
+    """A hash of what the plans are made for: measured peaks would be compared with those of other buckets."""
+    files = [SESSION / "cases.yaml", *sorted(Path("ds_configs").glob("*.json"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def plans_of(wanted: list[Case]) -> dict[str, Any]:

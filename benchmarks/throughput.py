@@ -74,7 +74,7 @@ def measure(group: Group, workload: Workload, strategy: str, rounds: int) -> Row
             slow = {"trl"} if turns else set()  # once: it is far behind
             turns.append({})
             for name in (name for name in programs if name not in slow):
-                ranks = group.run("throughput_cases.run", program=name, job=job)
+                ranks = group.run("benchmarks.throughput_programs.run", program=name, job=job)
                 turns[-1][name] = together(ranks, 1 if name == "trl" else workload.accumulation)
             check(turns[-1], f"{workload.name}, {strategy}")
             print(f"{workload.name}, round {number}, {strategy}: {in_a_line(turns[-1])}", flush=True)

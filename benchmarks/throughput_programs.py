@@ -134,10 +134,7 @@ def engine(job: dict, seen: Seen, batches: list[Batch], config: dict, by_default
             state["step"].zero_()
     ranks, each = dist.get_world_size(), job["accumulation"]
     seen.model.train()
-    for rate, micro in steps_of(job, batches, seen):
-        for group in seen.model.optimizer.param_groups:
-            group["lr"] = rate
-        tokens = supervised_of_all(micro, seen.device)
+    for micro, tokens in steps_of(job, batches, seen, seen.model.optimizer):
         for batch in micro:
             loss = summed_loss(seen.model, batch, seen.device) / tokens
             seen.model.backward(loss * (ranks * each))  # it divides by both
@@ -151,10 +148,7 @@ def plain(job: dict, seen: Seen, batches: list[Batch]) -> None:
     seen.model = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = adam(model, None, job)
     seen.model.train()
-    for rate, micro in steps_of(job, batches, seen):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        tokens = supervised_of_all(micro, seen.device)
+    for micro, tokens in steps_of(job, batches, seen, optimizer):
         for number, batch in enumerate(micro, 1):
             with seen.model.no_sync() if ranks > 1 and number < each else contextlib.nullcontext():
                 with torch.autocast(seen.device, torch.bfloat16):
@@ -179,13 +173,19 @@ def adam(model, config: dict | None, job: dict) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), **known, fused=True)
 
 
-def steps_of(job: dict, batches: list[Batch], seen: Seen) -> Iterator[tuple[float, list[Batch]]]:
-    """(learning rate, micro batches) of each step, timed; the rate falls to 0 as TrainingArguments' default does."""
+def steps_of(job: dict, batches: list[Batch], seen: Seen, optimizer) -> Iterator[tuple[list[Batch], torch.Tensor]]:
+    """(micro batches, their tokens with a loss over all ranks) of each step, timed; the learning rate falls to 0 as
+    TrainingArguments' default does."""
     each = job["accumulation"]
     steps = len(batches) // each
     seen.mark()
     for step in range(steps):
-        yield job["learning_rate"] * (1 - step / steps), batches[step * each : (step + 1) * each]
+        for group in optimizer.param_groups:
+            group["lr"] = job["learning_rate"] * (1 - step / steps)
+        micro = batches[step * each : (step + 1) * each]
+        tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in micro).to(seen.device)
+        dist.all_reduce(tokens)
+        yield micro, tokens
         seen.mark()
 
 
@@ -194,13 +194,6 @@ def summed_loss(model, batch: Batch, device: str) -> torch.Tensor:
     logits = model(**read, use_cache=False).logits[:, :-1]
     labels = batch["labels"][:, 1:].to(device)
     return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
-
-
-def supervised_of_all(batches: list[Batch], device: str) -> torch.Tensor:
-    """Tokens with a loss in these batches, over all ranks."""
-    tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches).to(device)
-    dist.all_reduce(tokens)
-    return tokens
 
 
 def held_out_loss(seen: Seen, rows: list[dict[str, list[int]]]) -> float:

@@ -27,12 +27,6 @@ class Trained:
     def metrics(self) -> dict[str, Any]:
         return self.result["metrics"]
 
-    @property
-    def rows(self) -> list[dict[str, str]]:
-        """The training rows, Alpaca's columns."""
-        lines = (self.recipe.parent / "few" / "train.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
 
 @pytest.fixture(scope="session")
 def trained(two, tmp_path_factory, worker_id):

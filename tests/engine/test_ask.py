@@ -62,7 +62,7 @@ ADAPTERS = {
     "olora": {"init_lora_weights": "olora"},
     "orthogonal": {"init_lora_weights": "orthogonal"},
 }
-CHOSEN = {("OFT", "zero3"), ("pissa", "ddp"), ("pissa_niter_4", "zero3"), ("olora", "zero2")}
+CHOSEN = {("LORA", "fsdp2"), ("OFT", "zero3"), ("pissa", "ddp"), ("pissa_niter_4", "zero3"), ("olora", "zero2")}
 REFUSED = {("MISS", "zero3"), ("pissa", "fsdp2"), ("pissa_niter_4", "fsdp2"), ("olora", "fsdp2")}
 RUNS = {(name, strategy) for name in ADAPTERS for strategy in ("ddp", "zero2", "zero3", "fsdp2")} - REFUSED
 

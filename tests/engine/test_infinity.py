@@ -47,41 +47,26 @@ def runs(two, recipe, tmp_path_factory) -> dict[str, list[dict]]:
     return found
 
 
-def test_losses_are_those_of_cpu_offload(runs):
-    on_disk, in_memory = (runs[name][0]["metrics"] for name in ("zero3_infinity", "zero3_offload"))
-    assert on_disk["strategy"] == "zero3_infinity" and in_memory["strategy"] == "zero3_offload"
-    assert on_disk["loss_history"] == pytest.approx(in_memory["loss_history"], rel=1e-4)
-    assert on_disk["loss_history"][-1] < on_disk["loss_history"][0] - 0.5
+# what is swapped, by a word in its files' names, and bytes a parameter that stay in host memory
+SWAPS = {"zero3_infinity": ("", 0), MIXED: ("bfloat16params", 12), "optimizer_infinity": ("optimizer", 2)}
 
 
-def test_parameters_on_the_disk_with_the_optimizer_in_host_memory(runs):
-    """Losses of CPU offload; parameters alone are swapped, master and moments are held. And the other way round."""
-    in_memory = runs["zero3_offload"][0]["metrics"]
-    for name, kind, held_bytes in ((MIXED, "bfloat16params", 12), ("optimizer_infinity", "optimizer", 2)):
-        metrics = runs[name][0]["metrics"]
-        assert metrics["strategy"] == MIXED
-        assert metrics["loss_history"] == pytest.approx(in_memory["loss_history"], rel=1e-4)
-        for rank, result in enumerate(runs[name]):
-            mine = {file: size for file, size in result["swapped"].items() if f"/rank{rank}/" in f"/{file}"}
-            assert mine and all(kind in file for file in mine)
-            held = result["metrics"]["model_state_bytes"][rank]
-            assert held["offloaded_disk"] == sum(mine.values())
-            assert held["offloaded_host"] >= held_bytes * metrics["parameters"] // 2
-
-
-def test_states_were_on_the_disk_and_went_there_and_back(runs):
-    """Swap files hold each rank's masters and moments (12 bytes an element); each step reads and writes them."""
-    for rank, result in enumerate(runs["zero3_infinity"]):
-        files, metrics = result["swapped"], result["metrics"]
-        optimizer = {name: size for name, size in files.items() if f"optimizer/rank{rank}/" in name}
-        parameters = {name: size for name, size in files.items() if f"bfloat16params/rank{rank}/" in name}
-        assert parameters and all(size >= 2**20 for size in parameters.values())
-        elements = metrics["parameters"] // 2
-        states = sum(size for name, size in optimizer.items() if "gradient" not in name)
-        assert states == pytest.approx(12 * elements, rel=0.05)
-        held = metrics["model_state_bytes"][rank]
-        assert held["offloaded_disk"] == sum(optimizer.values()) + sum(parameters.values())
-    disk = Path(runs["zero3_infinity"][0]["output_dir"]).parent / "disk"
+@pytest.mark.parametrize("name", SWAPS)
+def test_states_go_to_the_disk_and_losses_are_those_of_cpu_offload(runs, name):
+    """Swap files hold each rank's masters and moments (12 bytes an element), its parameters, or both."""
+    (kind, in_memory), metrics, plain = SWAPS[name], runs[name][0]["metrics"], runs["zero3_offload"][0]["metrics"]
+    assert metrics["strategy"] == (name if name == "zero3_infinity" else MIXED)
+    assert metrics["loss_history"] == pytest.approx(plain["loss_history"], rel=1e-4)
+    assert metrics["loss_history"][-1] < metrics["loss_history"][0] - 0.5
+    for rank, result in enumerate(runs[name]):
+        mine = {file: size for file, size in result["swapped"].items() if f"/rank{rank}/" in f"/{file}"}
+        assert mine and all(kind in file for file in mine)
+        states = sum(size for file, size in mine.items() if "optimizer" in file and "gradient" not in file)
+        assert states == pytest.approx(0 if name == MIXED else 12 * metrics["parameters"] // 2, rel=0.05)
+        held = result["metrics"]["model_state_bytes"][rank]
+        assert held["offloaded_disk"] == sum(mine.values())
+        assert held["offloaded_host"] >= in_memory * metrics["parameters"] // 2
+    disk = Path(runs[name][0]["output_dir"]).parent / "disk"
     assert [path.name for path in disk.iterdir()] == [LOCK], "swap files are gone"
     assert all(result["swapped"] == {} for result in runs["zero3_offload"])
 

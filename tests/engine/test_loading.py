@@ -8,11 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.tiny import arguments, write_recipe
+from tests.helpers.damage import contents, refusal_of
+from tests.helpers.tiny import arguments, settings_with, write_recipe
+from zero_recipes import model as models
 
-STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero3"])  # the two ways of transformers to load
 NAME, QUERY = "model.safetensors", "gpt_neox.layers.1.attention.query_key_value.weight"
 RENAMED = QUERY.replace("query_key_value", "qkv")
+# of Pythia's checkpoints, which today's GPTNeoX ignores
+OLD_BUFFERS = {"bias": torch.ones(1, 1, 256, 256, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
+OLD_BUFFERS |= {"rotary_emb.inv_freq": torch.ones(2)}
+OLD_BUFFERS = {f"gpt_neox.layers.0.attention.{name}": tensor for name, tensor in OLD_BUFFERS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -29,33 +34,42 @@ def with_tensors(recipe: Path, folder: Path, strategy: str, **tensors: torch.Ten
     copy = Path(shutil.copytree(recipe.parent / "model", folder / f"model-{len(list(folder.iterdir()))}"))
     held = {name: tensor for name, tensor in (load_file(copy / NAME) | tensors).items() if tensor is not None}
     save_file(held, copy / NAME, metadata={"format": "pt"})
-    return arguments(recipe, strategy, folder / "out", "--model_name_or_path", str(copy))
+    return arguments(recipe, strategy, folder / "out", "--model_name_or_path", str(copy), "--overwrite", "true")
 
 
-@STRATEGIES
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])  # the two ways of transformers to load
 def test_other_tensors_are_refused_by_name_unless_the_recipe_allows_them(two, recipe, tmp_path, strategy):
-    query = load_file(recipe.parent / "model" / NAME)[QUERY]
+    query, out = load_file(recipe.parent / "model" / NAME)[QUERY], tmp_path / "out"
     for said in two.run("refusal_of", argv=with_tensors(recipe, tmp_path, strategy, **{QUERY: query[:-3].clone()})):
         assert said.endswith(f"mismatched keys {QUERY} [ZR408]")
-    renamed = with_tensors(recipe, tmp_path, strategy, **{QUERY: None, RENAMED: query})
+    assert not out.exists(), "a run that is refused leaves nothing"
+    out.mkdir()
+    (out / "metrics.json").write_text('{"status": "ok"}')
+    before = contents(out)
+    renamed = with_tensors(recipe, tmp_path, strategy, **{QUERY: None, RENAMED: query}, **OLD_BUFFERS)
     for said in two.run("refusal_of", argv=renamed):
         missing, unexpected = said.splitlines()
         assert missing.endswith(f"missing keys {QUERY} [ZR408]")
         assert unexpected.endswith(f"unexpected keys {RENAMED} [ZR408]")
     for said in two.run("refusal_of", argv=[*renamed, "--allow_keys", QUERY]):
         assert "missing" not in said and "unexpected keys" in said
-    assert not (tmp_path / "out").exists(), "refused before the folder is touched"
+    assert contents(out) == before, "refused before the folder is touched"
     two.run("train", argv=[*renamed, "--allow_keys", QUERY, RENAMED])
 
 
-@STRATEGIES
-def test_what_the_model_itself_ignores_is_no_refusal(two, recipe, tmp_path, strategy):
-    """Buffers that Pythia's checkpoints hold and today's GPTNeoX does not."""
-    attention = "gpt_neox.layers.0.attention"
-    old = {f"{attention}.bias": torch.ones(1, 1, 256, 256, dtype=torch.bool)}
-    old |= {f"{attention}.masked_bias": torch.tensor(-1e9), f"{attention}.rotary_emb.inv_freq": torch.ones(2)}
-    result = two.run("train", argv=with_tensors(recipe, tmp_path, strategy, **old))[0]
-    assert result["metrics"]["status"] == "ok"
+def test_another_attention_than_the_requested_one_is_refused(recipe, monkeypatch):
+    """By the model, once it is built."""
+    built = models.AutoModelForCausalLM.from_config
+
+    def from_config(*arguments, **keywords):
+        model = built(*arguments, **keywords)
+        model.config._attn_implementation = "another"
+        return model
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_config", from_config)
+    settings = settings_with(random_weights=True, attn_implementation="eager", dtype="float32")
+    refusal = refusal_of(models.load_model, AutoConfig.from_pretrained(recipe.parent / "model"), settings)
+    assert refusal.codes == ["ZR406"] and "eager was requested" in refusal.findings[0].what
 
 
 def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):

@@ -7,10 +7,8 @@ import pytest
 from tests.helpers.bad_data import CHATML
 from tests.helpers.sample_cases import strict
 from tests.helpers.seeded import grid
-from tests.helpers.tiny import ROOT, arguments, named, write_recipe
+from tests.helpers.tiny import ROOT, arguments, write_recipe
 from zero_recipes.checkpoint.verify import verify
-
-SAMPLES = {"sample_prompts": 3, "sample_max_new_tokens": 2, "per_device_eval_batch_size": 2}
 
 
 def rows_of(folder):
@@ -48,7 +46,8 @@ def test_the_reference_loss_of_a_row_is_its_evaluation_loss_before_and_after_tra
 
 def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp_path):
     """A row without a score is a row that says so; samples come from the test split without an evaluation too."""
-    path = write_recipe(tmp_path, max_length=80, save_model=True, max_steps=1, **SAMPLES | {"sample_prompts": 5})
+    keys = {"sample_prompts": 5, "sample_max_new_tokens": 2, "per_device_eval_batch_size": 2, "max_length": 80}
+    path = write_recipe(tmp_path, save_model=True, max_steps=1, **keys)
     rows = [{"instruction": f"Say [/INST] {'very ' * n}much.", "input": "", "output": "x"} for n in (0, 1, 9, 40, 400)]
     rows[1]["output"] = ""
     test = tmp_path / "rows" / "test.jsonl"
@@ -66,19 +65,17 @@ def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp
 
 
 @pytest.mark.parametrize("strategy", [grid("ddp"), grid("fsdp2"), "zero3"])
-def test_samples_that_fail_lose_no_model(two, tmp_path, strategy):
+def test_samples_that_fail_lose_no_model(two, trained, tmp_path, strategy):
     """Whatever breaks after the save: exit with an error that names the whole model, and the model is the trained one.
 
     They are asked with the engine that has saved: unequal prompts on two ranks, and each forward pass is collective.
     """
-    path = write_recipe(tmp_path, save_model=True, max_steps=2, **SAMPLES)
-    argv = [str(path), *named(strategy), "--output_dir"]
-    whole = two.run("sample_cases.ending", argv=[*argv, str(tmp_path / "whole")])[0]
-    assert whole["error"] is None and len(rows_of(tmp_path / "whole")) == 3
-    ranks = two.run("sample_cases.break_at", argv=[*argv, str(tmp_path / "out")], point="samples")
+    whole, out = trained(strategy), tmp_path / "out"
+    assert len(rows_of(whole.folder)) == 3
+    ranks = two.run("sample_cases.break_at", argv=arguments(whole.recipe, strategy, out), point="samples")
     metrics = ranks[0]["metrics"]
     assert ranks[0]["error"] == ["RuntimeError", "it broke"]
     assert (metrics["status"], metrics["failure"]["phase"]) == ("failed", "eval")
-    assert metrics["error"] == f"RuntimeError: it broke (the model in {tmp_path / 'out'} is saved and complete)"
-    assert metrics["loss_history"] == whole["metrics"]["loss_history"]
-    assert verify(tmp_path / "out", deep=True) == verify(tmp_path / "whole", deep=True)
+    assert metrics["error"] == f"RuntimeError: it broke (the model in {out} is saved and complete)"
+    assert metrics["loss_history"] == whole.metrics["loss_history"]
+    assert verify(out, deep=True) == verify(whole.folder, deep=True)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +29,6 @@ def train(argv: list[str], left_out: str | None = None, environment: dict[str, s
         run = run_sft.prepare(argv)
         trainer = run_sft.train(run)
     trainer.accelerator.wait_for_everyone()  # rank 0 writes the files
-    if "wandb" in sys.modules:  # its exit handler, which a worker comes to much later
-        sys.modules["wandb"].finish()
     engine = trainer.model_wrapped
     optimizer = getattr(engine, "optimizer", None)
     return seen | {
@@ -127,16 +124,10 @@ def _tensors(value) -> list:
     """Every tensor in a loaded file, numbers as tensors, in the order of the file."""
     import numpy
     import torch
+    from torch.utils._pytree import tree_leaves
 
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, numpy.ndarray):
-        return [torch.from_numpy(value.astype("float64"))]
-    if isinstance(value, (bool, int, float)):
-        return [torch.tensor(float(value))]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+    numbers = (torch.Tensor, numpy.ndarray, bool, int, float)
+    return [torch.as_tensor(leaf) for leaf in tree_leaves(value) if isinstance(leaf, numbers)]
 
 
 def fresh_adam_on_resume() -> dict:
@@ -177,20 +168,6 @@ def attends_by_row() -> bool:
     return AttentionInterface()["sdpa"] is patches._by_row
 
 
-def names_lost_on_resume(folder: str) -> list[str]:
-    """Tensors that transformers' own Trainer leaves as they were when it loads a checkpoint of a GPTNeoX."""
-    import os
-
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained("tiny_world/base")
-    if os.environ["RANK"] == "0":
-        model.save_pretrained(folder)
-        return model.load_state_dict(load_file(f"{folder}/model.safetensors"), False).missing_keys
-    return []
-
-
 def engine_config(argv: list[str]) -> dict:
     """The configuration that the DeepSpeed engine of a finished run was built from."""
     return json.loads(json.dumps(run_sft.train(run_sft.prepare(argv)).model_wrapped.config, default=str))
@@ -219,21 +196,6 @@ def refusal_of(argv: list[str]) -> str:
         return "not refused"
     except Refusal as refusal:
         return "\n".join(f"{finding.what} [{finding.code}]" for finding in refusal.findings)
-
-
-def refusal_of_a_built_model(argv: list[str]) -> str:
-    """`refusal_of`, where the model that is built has another attention than the recipe names."""
-    from zero_recipes import model as load
-
-    built = load.AutoModelForCausalLM.from_config
-
-    def from_config(*arguments, **keywords):
-        model = built(*arguments, **keywords)
-        model.config._attn_implementation = "another"
-        return model
-
-    with mock.patch.object(load.AutoModelForCausalLM, "from_config", from_config):
-        return refusal_of(argv)
 
 
 def train_unchecked(argv: list[str]) -> dict:

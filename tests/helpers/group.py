@@ -62,7 +62,7 @@ class Group:
     def run(self, case: str, **arguments: Any) -> list[Any]:
         """Run `tests.helpers.cases.<case>(**arguments)` on every rank; the results, by rank. All of it is JSON.
 
-        A case of another file is named with it: "reshard_cases.train_and_keep_states".
+        A case of another file is named with it, "reshard_cases.train_and_keep_states", or with its package.
         """
         if not self.processes:
             self.start()

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from torch import distributed
@@ -65,25 +64,6 @@ def shared(fault: str | None, on: int) -> dict[str, str]:
         "rank_0_writes": writes,
     }
     return {name: _outcome(way) for name, way in ways.items()}
-
-
-def held_and_refused(folder: str) -> str:
-    """What a second start says while a run of this group holds the folder; then the run is refused itself."""
-    from zero_recipes.checkpoint.output_dir import hold_output_dir, refuse_in_use
-
-    said = "not refused"
-    try:
-        with hold_output_dir(Path(folder)):
-            distributed.barrier()
-            try:
-                refuse_in_use(Path(folder))
-            except Refusal as refusal:
-                said = str(refusal)
-            distributed.barrier()
-            raise Refusal([Finding("ZR000", "", "", "")])
-    except Refusal:
-        distributed.barrier()
-        return said
 
 
 def _outcome(way) -> str:

@@ -92,13 +92,3 @@ def state_dtypes(optimizer) -> list[str]:
     moments = base_optimizer(optimizer).state.values()
     held = [state[key] for state in moments for key in ("exp_avg", "exp_avg_sq")]
     return sorted({str(tensor.dtype) for tensor in (*held, *flat_masters(optimizer))})
-
-
-def masters_are_read_whole(round_robin: bool) -> bool:
-    """Whether DeepSpeed's own call gives each master of a fresh stage 2 engine."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(size, size) for size in (3, 5, 7)))
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
-    config["zero_optimization"] = {"stage": 2, "round_robin_gradients": round_robin}
-    deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-    return all([safe_get_full_fp32_param(p).equal(p.data) for p in model.parameters()])

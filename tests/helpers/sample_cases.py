@@ -2,14 +2,18 @@
 
 import json
 import os
+import signal
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import torch
 
 import run_sft
+from tests.helpers.around import before
 from zero_recipes import model as models
-from zero_recipes.core.findings import Finding, Refusal, RunFailed
+from zero_recipes.core.findings import Finding, Preempted, Refusal, RunFailed
+from zero_recipes.core.process import rank as rank_here
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.training import samples, trainer
 
@@ -55,10 +59,10 @@ def break_at(argv: list[str], point: str, error: str = "RuntimeError", words: st
     owner, name = points.get(point, (samples, "answer"))
     kinds = {"RuntimeError": RuntimeError, "MemoryError": MemoryError, "OSError": OSError}
     kinds["Refusal"] = lambda text: Refusal([Finding("ZR000", text, "why", "fix")])
-    original, before = getattr(owner, name), iter([True] * (point == "samples"))  # samples are answered before, too
+    original, first = getattr(owner, name), iter([True] * (point == "samples"))  # samples are answered before, too
 
     def call(*arguments, **keywords):
-        if next(before, False):
+        if next(first, False):
             return original(*arguments, **keywords)
         raise kinds[error](words)
 
@@ -76,3 +80,31 @@ def nan_on_rank_1(argv: list[str], first: int, steps: int, value: float | str = 
 
     with mock.patch.object(StageMetricsCallback, "add_loss", add_loss):
         return ending(argv)
+
+
+# what a run calls over and over, from its first step on: a batch of the training, the evaluation, the samples; a save
+PLACES = ("training_step", "prediction_step", "generate_texts", "_save_rng_state")
+
+
+def train_signalled(
+    argv: list[str], rank: int = 0, place: str | None = "", number: int = 0, name: str = "SIGTERM"
+) -> str:
+    """How it ends: in a call of PLACES on one rank the signal is sent. `place`: only calls of that name count."""
+    calls = 0
+
+    def count(called: str) -> None:
+        nonlocal calls
+        if place in (None, called) and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            calls += 1
+            if calls == number and rank_here() == rank:
+                os.kill(os.getpid(), getattr(signal, name))
+
+    with ExitStack() as stack:
+        for each in PLACES:
+            owner = samples if each == "generate_texts" else trainer.ZeroSFTTrainer
+            stack.enter_context(before(owner, each, lambda *_, each=each, **__: count(each)))
+        try:
+            run_sft.train(run_sft.prepare(argv))
+            return "done"
+        except Preempted as ending:
+            return str(ending)

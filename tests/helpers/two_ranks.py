@@ -44,16 +44,6 @@ def ranks(
     return ended
 
 
-def run_of_sweep(command: list[str], folder: Path, *_) -> tuple[int, str]:
-    """In the place of zero_recipes.cli.sweep `_run`: (exit code, log) of a launch by accelerate on two ranks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    words = iter(command[command.index("--config_file") + 1 :])
-    environment = environment_of_launch(Path(next(words)), 2)
-    script = next(word for word in words if word.endswith(".py"))
-    ended = two_ranks(list(words), folder, environment, script)
-    return int(any(rank.returncode for rank in ended)), "".join(rank.stdout + rank.stderr for rank in ended)
-
-
 def _run(script: str, argv: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
     enter(out, err, environment)
     sys.argv = [script, *argv]

@@ -67,7 +67,7 @@ def run(case: str, arguments: dict) -> dict:
     forget_last_run()
     try:
         module, _, name = case.rpartition(".")
-        cases = importlib.import_module(f"tests.helpers.{module or 'cases'}")
+        cases = importlib.import_module(module if "." in module else f"tests.helpers.{module or 'cases'}")
         return {"value": getattr(cases, name)(**arguments)}
     except BaseException:
         return {"traceback": traceback.format_exc()}

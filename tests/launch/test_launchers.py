@@ -1,4 +1,4 @@
-"""Every launcher starts a run for real, once."""
+"""Every launcher starts a run for real, once; `make cuda-build` does so under torch's CUDA build without a GPU."""
 
 import json
 import os
@@ -18,18 +18,13 @@ QUICK += ["--sample_prompts", "tests/helpers/prompts.jsonl", "--logging_steps", 
 pytestmark = pytest.mark.launch
 
 
-def launched(command: str, *more: str, out: Path) -> subprocess.CompletedProcess:
-    """One command from the repository's folder, as a user writes it, to its end."""
+def trained(command: str, *more: str, out: Path) -> dict:
+    """metrics.json of one command from the repository's folder, as a user writes it."""
     # the deepspeed launcher and plain python set no threads; torchrun's port is 29500, where others may be
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PET_MASTER_PORT": str(free_port())}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     words = [*shlex.split(command), *more, *QUICK, "--output_dir", str(out)]
-    return subprocess.run(words, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=400)
-
-
-def trained(command: str, *more: str, out: Path) -> dict:
-    """metrics.json of one command that must succeed."""
-    ended = launched(command, *more, out=out)
+    ended = subprocess.run(words, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=400)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["status"] == "ok"
@@ -49,6 +44,7 @@ def test_torchrun_with_the_recipes_ds_config_trains_as_accelerate(tmp_path):
     by_torchrun = trained(line, *small, out=tmp_path / "b")
     for metrics in (by_accelerate, by_torchrun):
         assert (metrics["strategy"], metrics["world_size"], len(metrics["loss_history"])) == ("zero3", 2, 2)
+        assert metrics["device"] == "cpu"
     for key in ("loss_history", "grad_norm_history"):
         assert by_torchrun[key] == by_accelerate[key]
 
@@ -57,20 +53,3 @@ def test_deepspeed_launcher(tmp_path):
     more = [str(write_recipe(tmp_path)), "--deepspeed", "ds_configs/zero1.json"]
     metrics = trained(f"deepspeed --num_gpus 2 --master_port {free_port()} run_sft.py", *more, out=tmp_path / "out")
     assert (metrics["strategy"], metrics["world_size"]) == ("zero1", 2)
-
-
-REFUSED = {
-    "accelerate launch --config_file accelerate_configs/zero1.yaml": 1,
-    f"deepspeed --num_gpus 2 --master_port {free_port()}": 2,
-}
-
-
-@pytest.mark.private  # what a run leaves for the launcher: test_refusals.py
-@pytest.mark.parametrize("launcher", REFUSED)
-def test_refusals_end_as_each_launcher_ends(tmp_path, launcher):
-    """accelerate returns 1 and prints our message last, in its closing table; deepspeed returns 2."""
-    ended = launched(f"{launcher} run_sft.py recipes/tiny.yaml --max_step 2", out=tmp_path / "out")
-    assert ended.returncode == REFUSED[launcher], ended.stderr[-2000:]
-    said = ended.stderr[ended.stderr.rindex("Root Cause") if launcher.startswith("accelerate") else 0 :]
-    assert "refused: unknown key `max_step`" in said and "`max_steps`" in said
-    assert "Loading weights" not in ended.stderr and not (tmp_path / "out").exists()

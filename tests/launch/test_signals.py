@@ -2,17 +2,13 @@
 number of processes."""
 
 import json
-import os
-import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.resuming import LORA, largest, resume_recipe
 from tests.helpers.seeded import count, draw
-from tests.helpers.tiny import ROOT, arguments, write_recipe
+from tests.helpers.tiny import arguments, write_recipe
 from zero_recipes.checkpoint.resume import numbered
 
 SAMPLED = {"sample_prompts": 8, "sample_max_new_tokens": 4, "per_device_eval_batch_size": 2, "save_model": True}
@@ -36,35 +32,16 @@ def test_signals_in_every_phase_then_the_same_command(two, tmp_path, signals):
     """In a step, in a save, in an evaluation, and while the samples are asked after training."""
     recipe = resume_recipe(tmp_path, **SAMPLED)
     whole, out = tmp_path / "whole", tmp_path / "out"
-    assert two.run("signalled.train_signalled", argv=arguments(recipe, "zero2", whole)) == ["done", "done"]
+    assert two.run("sample_cases.train_signalled", argv=arguments(recipe, "zero2", whole)) == ["done", "done"]
     argv = arguments(recipe, "zero2", out)
     for place, number, rank, step in signals:
         sent = {"place": place, "number": number, "rank": rank, "name": NAMES[rank]}
-        endings = two.run("signalled.train_signalled", argv=argv, **sent)
+        endings = two.run("sample_cases.train_signalled", argv=argv, **sent)
         assert f"it is saved as {out}/checkpoint-{step}." in endings[0] and endings[0] == endings[1], place
         assert json.loads((out / "metrics.json").read_text())["status"] == "preempted"
-    assert two.run("signalled.train_signalled", argv=argv) == ["done", "done"]
+    assert two.run("sample_cases.train_signalled", argv=argv) == ["done", "done"]
     assert kept(out) == kept(whole)
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-
-
-def launched(recipe: Path, out: Path, strategy: str, processes: int, sent: str = "9:0:SIGTERM:self") -> dict:
-    """`zero-recipes train` from a folder whose run_sft.py is tests/helpers/signalled.py."""
-    folder, note = recipe.parent, recipe.parent / "sent.json"
-    (folder / "run_sft.py").write_text((ROOT / "tests" / "helpers" / "signalled.py").read_text())
-    note.unlink(missing_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SIGNAL": sent, "SENT": str(note)}
-    environment |= {"PYTHONPATH": str(ROOT), "ROOT": str(ROOT)}
-    command = [sys.executable, "-m", "zero_recipes.cli.main", "train", str(recipe), "--output_dir", str(out)]
-    command += ["--config_file", f"{strategy}.yaml", "--num_processes", str(processes)]
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
-    assert ended.returncode in (0, 75), (ended.stdout + ended.stderr)[-4000:]
-    return (json.loads(note.read_text()) if note.is_file() else {}) | {"code": ended.returncode}
-
-
-def drawn(chance: random.Random, calls: int, processes: int = 2) -> str:
-    number, name = chance.randint(1, max(1, calls)), chance.choice(NAMES)
-    return f"{chance.randrange(processes)}:{number}:{name}:{chance.choice(['self', 'launcher'])}"
 
 
 @pytest.mark.grid
@@ -76,7 +53,7 @@ def test_four_signals_at_drawn_moments(two, tmp_path, strategy):
     whole, out, signals = tmp_path / "whole", tmp_path / "out", []
 
     def run(folder: Path, **sent) -> str:
-        return two.run("signalled.train_signalled", argv=arguments(recipe, strategy, folder), **sent)[0]
+        return two.run("sample_cases.train_signalled", argv=arguments(recipe, strategy, folder), **sent)[0]
 
     assert run(whole) == "done"
     while len(signals) < 4:
@@ -93,24 +70,25 @@ def test_four_signals_at_drawn_moments(two, tmp_path, strategy):
 
 
 @pytest.mark.grid
-@pytest.mark.launch
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "ddp", "fsdp2", "zero2 lora", "zero2 stream"])
-def test_two_one_two_processes(tmp_path, name):
+def test_two_one_two_processes(request, two, tmp_path, name):
     """The same command, while the number of processes changes: as many steps over as many tokens, nearly the losses."""
     keys = {"max_steps": 9, "gradient_accumulation_steps": 2, "bf16": False, "eval_strategy": "steps", "eval_steps": 5}
     strategy, _, kind = name.partition(" ")
     keys |= {"": {}, "lora": LORA | {"lora_dropout": 0}, "stream": {"dataset_streaming": True}}[kind]
     recipe, chance = write_recipe(tmp_path, **keys, **SAMPLED), draw("processes", name)
     whole, out = tmp_path / "whole", tmp_path / "out"
-    launched(recipe, whole, strategy, 2)
+    two.run("sample_cases.train_signalled", argv=arguments(recipe, strategy, whole))
     signals = []
-    for processes in (2, 4 if strategy == "fsdp2" else 1):  # FSDP needs two at least (ZR316)
-        sent = drawn(chance, 12 // processes, processes)  # of a step's micro batches
-        ended = launched(recipe, out, strategy, processes, sent)
-        assert ended["code"] == 75
-        signals.append({"processes": processes, "sent": sent, "in": ended["in"]})
-    launched(recipe, out, strategy, 2)
+    for group in (two, request.getfixturevalue("four" if strategy == "fsdp2" else "one")):  # ZR316: FSDP needs two
+        processes = group.world_size
+        sent = {"rank": chance.randrange(processes), "number": chance.randint(1, 12 // processes)}  # of micro batches
+        sent |= {"name": chance.choice(NAMES)}
+        endings = group.run("sample_cases.train_signalled", argv=arguments(recipe, strategy, out), place=None, **sent)
+        assert "it is saved as" in endings[0]
+        signals.append({"processes": processes} | sent)
+    assert two.run("sample_cases.train_signalled", argv=arguments(recipe, strategy, out)) == ["done", "done"]
     assert not list(out.glob("checkpoint-*-world*")), "what was resharded is deleted"
     one, other = (json.loads((folder / "metrics.json").read_text()) for folder in (whole, out))
     assert one["tokens"] == other["tokens"] and len(other["resumed_at"]) == 2

@@ -159,18 +159,13 @@ def test_a_model_needs_no_recipe(capsys):
     (parameters,) = {row["prediction"]["parameters"] for row in found["rows"]}
     assert parameters == pytest.approx(7e9, rel=0.05) and found["gpu"]["name"] == "h100-80gb"
     sizes = {1e6: "8.39M", 1e7: "9.96M", 4.1e8: "410M", 1e12: "1,002B"}  # the vocabulary alone takes 8.19M
-    assert {size: command.llama(size)[1] for size in sizes} == {
-        size: f"a Llama of {text} parameters" for size, text in sizes.items()
-    }
+    for size, text in sizes.items():
+        assert command.llama(size)[1] == f"a Llama of {text} parameters"
     assert found["recommendation"]["command"].startswith("zero-recipes train RECIPE.yaml ")
     options = ("--params", "1.3e9", "--gpus", "1", "--quick", "--json", "--max_length", "4096", "--use_peft", "true")
     lora = json.loads(cli_output(capsys, "plan", *options))
     assert set(lora["lighter"]) == {"QLoRA"} and lora["recommendation"]["command"].endswith("--use_peft true")
     assert {row["prediction"]["max_length"] for row in lora["rows"]} == {4096}
-
-
-def test_a_price_that_is_almost_nothing_is_not_written_as_nothing(capsys):
-    assert "price of the run <0.001." in plan(capsys, "--price", "0.01", name="recipes/tiny.yaml")
 
 
 def test_the_cheapest_machine_is_taken_where_there_is_a_price(capsys):
@@ -218,7 +213,8 @@ def test_the_smallest_machine_is_looked_for(capsys):
     tiny = document(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
     assert set(tiny["not_planned"]["4"]) == set(strategies())  # global_batch_size 16: not by 4 processes
     assert tiny["recommendation"]["command"] == "zero-recipes train recipes/tiny.yaml --num_processes 1"
-    assert "fast within the estimate's error; it is the lowest" in plan(capsys, "-v", name="recipes/tiny.yaml")
+    said = plan(capsys, "-v", "--price", "0.01", name="recipes/tiny.yaml")
+    assert "fast within the estimate's error; it is the lowest" in said and "price of the run <0.001." in said
     none = document(capsys, "--strategies", "zero3", gpus="1,2", gpu="l40s")
     last = none["rows"][-1]
     assert none["smallest_machine"] is None and last["change"]["job"] == none["recommendation"]
@@ -252,14 +248,16 @@ def test_a_network_of_the_command_line_counts_and_machines_are_launched_as_such(
 
 
 @pytest.mark.parametrize(
-    ("options", "strategy"),
+    ("options", "strategy", "reasons"),
     [
-        ("--gpus 2 --gpu h100-80gb --host_memory 512 --nvme 4000", "zero3"),
-        ("--gpus 2 --gpu a100-40gb --host_memory 64 --nvme 4000", "zero3_infinity"),
-        ("--gpus 2 --gpu a100-40gb --host_memory 64", None),
+        ("--gpus 2 --gpu h100-80gb --host_memory 512 --nvme 4000", "zero3", {"zero2_autocast": "ZR193"}),
+        ("--gpus 2 --gpu a100-40gb --host_memory 64 --nvme 4000", "zero3_infinity",
+         {"zero3_hpz": "ZR224", "zero3_plus_plus": "ZR226", "zero3_qgz": "ZR226"}),
+        ("--gpus 2 --gpu a100-40gb --host_memory 64", None,
+         {"zero3_infinity": "--nvme", "zero3_offload_infinity": "--nvme"}),
     ],
-)
-def test_all_strategies_are_planned_or_named_with_the_reason(capsys, options, strategy):
+)  # fmt: skip
+def test_all_strategies_are_planned_or_named_with_the_reason(capsys, options, strategy, reasons):
     assert cli.main(["plan", RECIPE, "--quick", "--json", "--strategies", "all", *options.split()]) == 0
     found = json.loads(capsys.readouterr().out)
     if strategy is None:
@@ -270,17 +268,6 @@ def test_all_strategies_are_planned_or_named_with_the_reason(capsys, options, st
     names = {row["job"]["strategy"] for row in found["rows"]}
     (not_planned,) = found["not_planned"].values()
     assert names | set(not_planned) == set(EVERY) == set(all_strategies()) and not names & set(not_planned)
-
-
-@pytest.mark.parametrize(
-    ("options", "reasons"),
-    [
-        ("--gpus 8", {"zero3_hpz": "ZR224", "zero3_plus_plus": "ZR226", "zero3_qgz": "ZR226"}),
-        ("--gpus 16", {"zero3_infinity": "--nvme", "zero3_offload_infinity": "--nvme", "zero2_autocast": "ZR193"}),
-    ],
-)
-def test_what_cannot_run_is_named_with_the_reason(capsys, options, reasons):
-    (not_planned,) = document(capsys, "--strategies", "all", *options.split())["not_planned"].values()
     assert all(part in not_planned[name] for name, part in reasons.items())
 
 
@@ -318,16 +305,13 @@ def test_a_model_comes_from_the_project_a_folder_or_the_cache_and_else_is_refuse
     assert model_config(settings.replace(model_name_or_path="nobody/nothing")) == {"model_type": "llama"}
 
 
-def test_strategies_are_files_or_the_recipes_own(capsys, tmp_path):
+def test_strategies_are_files_or_the_recipes_own(capsys):
     assert list(read_strategies(recipe("pythia"), None)) == list(strategies())
     assert read_strategies(recipe("pythia", "--fsdp", "true"), None) == {"fsdp2": None}
     assert list(rows_of(document(capsys, "--strategies", "single", "--gpus", "1"))) == ["single"]
     found = document(capsys, "--deepspeed", "ds_configs/zero2_offload.json")
     assert list(rows_of(found)) == ["zero2_offload"]
     assert found["recommendation"]["command"].startswith("zero-recipes train")
-    (tmp_path / "mine.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\n")
-    with pytest.raises(Refusal, match="ZR367"):
-        read_strategies(recipe("pythia"), ["mine"], tmp_path)
 
 
 # hardware

@@ -22,6 +22,10 @@ def member(name: str, ranks: int = 4, gpus_per_node: int = 2, **values):
     return job(name, ranks, gpus_per_node=gpus_per_node, **values)
 
 
+def sizes(asked) -> Sizes:
+    return Sizes(asked, shape_of(asked.config, asked.settings))
+
+
 @pytest.mark.parametrize("name", sorted({entry["model"] for entry in known_models().values()}))
 def test_a_known_config_builds_the_model_that_was_published(name):
     entry = known_models()[name]
@@ -99,8 +103,7 @@ def test_activations_are_korthikantis_without_dropout():
     heads, layers, s = 32, 32, 512
 
     def kept(**values):
-        asked = job("zero3", **values)
-        return Sizes(asked, shape_of(asked.config, asked.settings)).activations()
+        return sizes(job("zero3", **values)).activations()
 
     scores, fused = 4 * heads * TOKENS * s, 4 * heads * TOKENS
     assert kept(attn_implementation="eager") == layers * (32 * TOKENS * H + scores) + 2 * 2 * TOKENS * H
@@ -114,7 +117,7 @@ def test_activations_are_korthikantis_without_dropout():
     llama = replace(job("zero3"), config=known_models()["meta-llama/Meta-Llama-3-8B"]["config"])
     # input, queries, keys, values, output; one sum per head; input, gate, up, SiLU, product; two norms
     by_hand = 2 * (4096 + 4096 + 2 * 1024 + 4096) + 4 * 32 + 2 * (4096 + 4 * 14336) + 2 * 2 * 4096
-    assert Sizes(llama, shape_of(llama.config, llama.settings)).layer(1) == by_hand
+    assert sizes(llama).layer(1) == by_hand
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_buckets_and_what_stage_3_gathers(strategy, ranks, keys, elements):
     """At least the largest tensor is gathered whole, whatever stage3_max_live_parameters says."""
     asked = job(strategy, ranks)
     asked = replace(asked, ds_config={"zero_optimization": asked.ds_config["zero_optimization"] | keys})
-    assert Sizes(asked, shape_of(asked.config, asked.settings)).terms.buckets == 2 * elements
+    assert sizes(asked).terms.buckets == 2 * elements
 
 
 def test_copies_in_the_step_and_beside_it():
@@ -184,15 +187,10 @@ def test_fsdp_gathers_the_head_and_two_layers_as_they_are_stored():
     """And of what trains, the gradients and their copy."""
     layer, lora = 12 * H**2, {"use_peft": True}
     packed = lora | {"load_in_4bit": True}
-    for keys, elements in (
-        ({}, 2 * EMBEDDING + 4 * layer),
-        (lora, EMBEDDING + 2 * layer),
-        (packed, EMBEDDING + layer / 2),
-    ):
-        asked = member("fsdp2", dtype="bfloat16", **keys)
-        assert Sizes(asked, shape_of(asked.config, asked.settings)).terms.buckets == pytest.approx(
-            2 * elements, rel=2e-2
-        )
+    head = EMBEDDING
+    for keys, elements in (({}, 2 * head + 4 * layer), (lora, head + 2 * layer), (packed, head + layer / 2)):
+        buckets = sizes(member("fsdp2", dtype="bfloat16", **keys)).terms.buckets
+        assert buckets == pytest.approx(2 * elements, rel=2e-2)
 
 
 def test_flops_are_six_per_weight_and_token_and_eight_with_recomputation():
@@ -209,11 +207,8 @@ def test_a_token_takes_the_weights_and_the_activations_of_the_experts_that_it_go
     config = {"model_type": "mixtral", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "head_dim": 8}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
     shape = shape_of(config | {"num_local_experts": 8, "num_experts_per_tok": 2}, Settings({"use_peft": False}))
-    assert (
-        shape.ffn == 2 * 48
-        and shape.gated
-        and shape.flops.weights == 3 * (2 * 3 * 32 * 48 + 8 * 32 + 2 * 32 * (32 + 16)) + 96 * 32
-    )
+    assert shape.ffn == 2 * 48 and shape.gated
+    assert shape.flops.weights == 3 * (2 * 3 * 32 * 48 + 8 * 32 + 2 * 32 * (32 + 16)) + 96 * 32
 
 
 PHI = 2 * PSI  # bytes; two passes of the recipe's accumulation

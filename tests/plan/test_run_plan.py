@@ -52,21 +52,15 @@ def answered(monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "need", "code", "level", "says"),
     [
-        ({}, lambda j: 90, "ZR816", "error", "zero-recipes plan recipes/pythia.yaml shows what fits"),
-        ({"compared": False}, lambda j: 90, "ZR816", "warning", "at least 90.0 GB on each"),
-        ({"source": "formulas"}, lambda j: 90, "ZR816", "warning", "textbook formulas"),
-        ({"others": 12}, lambda j: 70, "ZR816", "error", "80.0 GB, 68.0 GB of it free"),
-        (
-            {"states": 81, "compared": False},
-            lambda j: 100,
-            "ZR840",
-            "error",
-            "weights 81.0 GB. A smaller batch does not",
-        ),
+        ({}, 90, "ZR816", "error", "zero-recipes plan recipes/pythia.yaml shows what fits"),
+        ({"compared": False}, 90, "ZR816", "warning", "at least 90.0 GB on each"),
+        ({"source": "formulas"}, 90, "ZR816", "warning", "textbook formulas"),
+        ({"others": 12}, 70, "ZR816", "error", "80.0 GB, 68.0 GB of it free"),
+        ({"states": 81, "compared": False}, 100, "ZR840", "error", "weights 81.0 GB. A smaller batch does not"),
     ],
 )
 def test_a_run_that_does_not_fit_is_refused(answered, keys, need, code, level, says):
-    (found,) = answered(need, **keys)["findings"]
+    (found,) = answered(lambda job: need, **keys)["findings"]
     assert (found["code"], found["level"]) == (code, level)
     assert says in " ".join((found["what"], found["why"], found["fix"]))
 

@@ -157,6 +157,8 @@ def test_counting_tokens_and_losses_reads_nothing_back(repeated):
 def test_a_failure_on_a_gpu_names_what_held_its_memory(cuda, tmp_path):
     cuda.hold(10 * MIB)
     states = {"params": 4 * MIB, "grads": 0, "optimizer": 5 * MIB, "offloaded_host": 64 * MIB}
+    cublas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    assert write_failure(tmp_path, "train", cublas, states).status == "oom"
     failure = write_failure(tmp_path, "train", torch.OutOfMemoryError("CUDA out of memory."), states)
     held = [(part.split()[0], size) for part, size in failure.largest_memory.items()]
     assert failure.status == "oom"

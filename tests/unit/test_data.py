@@ -298,14 +298,6 @@ def test_a_max_length_that_cuts_more_than_slips_is_said_with_one_that_holds_the_
         assert "ZR553" not in audited(rows, tokenizer, tmp_path, **keys)[1], keys
 
 
-def test_ends_that_are_not_learned_are_said(tokenizer, tmp_path):
-    found, findings = audited([{"prompt": "The fish", "completion": " hums."}], tokenizer, tmp_path)
-    assert (found.unsupervised_ends, findings) == (0, {})
-    ids = tokenizer("The fish hums.")["input_ids"]
-    found, findings = audited([{"input_ids": ids, "labels": ids}] * 2, tokenizer, tmp_path)
-    assert found.unsupervised_ends == 2 and "learn to stop" in findings["ZR514"].why
-
-
 def test_check_data_shows_the_table_and_three_rows(monkeypatch, capsys, tmp_path):
     Side().write(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -40,11 +40,9 @@ QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
 
 def written(form, turns, system=None):
-    texts = [form.format("system", system)] if system else []
-    return "".join(
-        texts
-        + [form.format(who, text) for pair in turns for who, text in zip(("user", "assistant"), pair, strict=True)]
-    )
+    said = [("system", system)] if system else []
+    said += [turn for pair in turns for turn in zip(("user", "assistant"), pair, strict=True)]
+    return "".join(form.format(who, text) for who, text in said)
 
 
 # (the other's file, a row, all of the text, what carries loss)
@@ -151,8 +149,21 @@ def test_what_has_no_counterpart_is_refused_by_name_unless_it_is_allowed(tmp_pat
     assert cli.main(["import", "a.yml", "--allow", key]) == 2, "it is not written over"
 
 
+@pytest.fixture
+def drafted(tmp_path):
+    """What a file of another trainer with this text becomes: (its draft, {key: value} of the recipe)."""
+    (tmp_path / "dataset_info.json").write_text('{"mine": {"hf_hub_url": "a/b"}}')
+
+    def of(text: str):
+        (tmp_path / "theirs.txt").write_text(text)
+        draft = translated(tmp_path / "theirs.txt", tmp_path / "r.yaml")
+        return draft, {key: value for key, (value, _) in draft.recipe.items()}
+
+    return of
+
+
 @pytest.mark.parametrize("source", ["axolotl", "LLaMA-Factory", "ms-swift", "torchtune"])
-def test_every_key_of_a_table_is_a_key_of_a_recipe(tmp_path, source):
+def test_every_key_of_a_table_is_a_key_of_a_recipe(source):
     known, used = {*keys.key_types(), *LAUNCH_KEYS, "env"}, set(table(source)["always"])
     for row in table(source)["keys"].values():
         row = {"to": row} if isinstance(row, str) else row
@@ -160,16 +171,17 @@ def test_every_key_of_a_table_is_a_key_of_a_recipe(tmp_path, source):
         used |= {row["to"]} if "to" in row else {*row.get("within", {})}
         used |= {key for values in [*row.get("values", {}).values(), row.get("sets", {})] for key in values}
     assert used <= known, used - known
+
+
+def test_keys_of_axolotl_that_stand_in_blocks_and_its_defaults(drafted):
     more = "fsdp_config: {fsdp_offload_params: true}\nspecial_tokens: {bos_token: <s>, pad_token: <p>}\n"
-    (tmp_path / "b.yml").write_text(AXOLOTL + "    type: alpaca\nadapter: lora\nlora_r: 16\nlora_alpha: 8\n" + more)
-    draft = translated(tmp_path / "b.yml", tmp_path / "r.yaml")
-    drafted = {key: value for key, (value, _) in draft.recipe.items()}
+    text = AXOLOTL + "    type: alpaca\nadapter: lora\nlora_r: 16\nlora_alpha: 8\n" + more
+    draft, recipe = drafted(text)
     assert not draft.changes and [*draft.loses] == ["fsdp_config.fsdp_offload_params"]
-    assert drafted["accelerate_config"] == "fsdp2.yaml" and drafted["pad_token"] == "<p>"
-    (tmp_path / "b.yml").write_text((tmp_path / "b.yml").read_text() + "load_in_8bit: true\n")
-    assert translated(tmp_path / "b.yml", tmp_path / "r.yaml").recipe["accelerate_config"][0] == "zero2.yaml"
+    assert recipe["accelerate_config"] == "fsdp2.yaml" and recipe["pad_token"] == "<p>"
     said = {"weight_decay": 0.0, "optim": "adamw_torch_fused", "seed": 42, "warmup_steps": 0.03, "long_rows": "drop"}
-    assert said.items() <= drafted.items() and drafted["activation_checkpointing"] is False
+    assert said.items() <= recipe.items() and recipe["activation_checkpointing"] is False
+    assert drafted(text + "load_in_8bit: true\n")[1]["accelerate_config"] == "zero2.yaml"
 
 
 def rendered(draft, messages):
@@ -177,64 +189,52 @@ def rendered(draft, messages):
     return Template(text).render(messages=messages, raise_exception={}.__getitem__)
 
 
-def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(tmp_path):
+def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(drafted):
     """swift/self-cognition has the model's name as {{NAME}}."""
-    command = (
-        "NPROC_PER_NODE=$n swift sft --model Qwen/Qwen3-8B --target_modules q_proj --dataset swift/self-cognition#113"
-    )
-    (tmp_path / "c.sh").write_text(f"n=4\n{command} --gradient_accumulation_steps $(expr 16 / $n) --model_author Al")
-    assert translated(tmp_path / "c.sh", tmp_path / "r.yaml").changes.keys() == {"dataset"}
-    (tmp_path / "c.sh").write_text((tmp_path / "c.sh").read_text() + " --model_name Bo\n")
-    draft = translated(tmp_path / "c.sh", tmp_path / "r.yaml")
-    drafted = {key: value for key, (value, _) in draft.recipe.items()}
-    assert not draft.changes and (drafted["num_processes"], drafted["gradient_accumulation_steps"]) == (4, 4)
-    assert drafted["lora_target_modules"] == ["q_proj"]
+    command = "NPROC_PER_NODE=$n swift sft --model Qwen/Qwen3-8B --target_modules q_proj"
+    command += " --dataset swift/self-cognition#113"
+    script = f"n=4\n{command} --gradient_accumulation_steps $(expr 16 / $n) --model_author Al"
+    assert drafted(script)[0].changes.keys() == {"dataset"}
+    draft, recipe = drafted(script + " --model_name Bo\n")
+    assert not draft.changes and (recipe["num_processes"], recipe["gradient_accumulation_steps"]) == (4, 4)
+    assert recipe["lora_target_modules"] == ["q_proj"]
     rows = {"path": "modelscope/self-cognition"}
-    assert drafted["datasets"] == [rows, rows | {"split": "train[:5]"}], "there are 108: swift takes them again"
-    text = rendered(draft, [{"role": "user", "content": "{{NAME}} {{AUTHOR}}"}])
-    assert "\nBo Al<|im_end|>" in text
-    (tmp_path / "c.sh").write_text(
-        f"# swift sft --x\n{command} swift/Qwen3-SFT-Mixin --model_author Al --model_name Bo"
-    )
-    draft = translated(tmp_path / "c.sh", tmp_path / "r.yaml")
+    assert recipe["datasets"] == [rows, rows | {"split": "train[:5]"}], "there are 108: swift takes them again"
+    assert "\nBo Al<|im_end|>" in rendered(draft, [{"role": "user", "content": "{{NAME}} {{AUTHOR}}"}])
+    script = f"# swift sft --x\n{command} swift/Qwen3-SFT-Mixin --model_author Al --model_name Bo"
+    draft, recipe = drafted(script)
     assert "modelscope download --dataset swift/Qwen3-SFT-Mixin --local_dir data/Qwen3-SFT-Mixin" in draft.text()
     file = {"path": "json", "data_files": "data/Qwen3-SFT-Mixin/qwen3_32b_distill_1k.jsonl"}
-    assert not draft.changes and file in draft.recipe["datasets"][0]
+    assert not draft.changes and file in recipe["datasets"]
 
 
-def test_options_of_ms_swift_in_a_file(tmp_path, monkeypatch):
+def test_options_of_ms_swift_in_a_file(drafted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "o.yaml").write_text("model: Qwen/Qwen3-8B\ndataset: AI-ModelScope/LongAlpaca-12k\ntarget_modules: q\n")
-    (tmp_path / "c.sh").write_text("swift sft o.yaml --max_steps 3")
-    draft = translated(tmp_path / "c.sh", tmp_path / "r.yaml")
-    drafted = {key: value for key, (value, _) in draft.recipe.items()}
-    assert not draft.changes and (drafted["max_steps"], drafted["max_length"]) == (3, None)
-    assert drafted["datasets"] == [{"path": "Yukang/LongAlpaca-12k"}]
+    draft, recipe = drafted("swift sft o.yaml --max_steps 3")
+    assert not draft.changes and (recipe["max_steps"], recipe["max_length"]) == (3, None)
+    assert recipe["datasets"] == [{"path": "Yukang/LongAlpaca-12k"}]
     turns = [{"role": "user", "content": "Answer: a"}, {"role": "assistant", "content": "Answer: b "}]
     text = rendered(draft, turns)
     assert "\nAnswer: a<|im_end|>" in text and text.endswith("</think>\n\nb<|im_end|>\n")
 
 
-def test_groups_of_gpus_of_ms_swift_are_processes_and_rows_tokenized_before_are_rows(tmp_path):
-    export = (
-        "swift export --model M --dataset a.json --split_dataset_ratio 0.1 --to_cached_dataset true --output_dir o\n"
-    )
+def test_groups_of_gpus_of_ms_swift_are_processes_and_rows_tokenized_before_are_rows(drafted):
+    export = "swift export --model M --dataset a.json --split_dataset_ratio 0.1 --to_cached_dataset true"
+    export += " --output_dir o\n"
     command = "NPROC_PER_NODE=8 swift sft --model M --template qwen --sequence_parallel_size 4 --cached_dataset o/train"
-    (tmp_path / "c.sh").write_text(f"{export}{command} --cached_val_dataset o/val\n")
-    draft = translated(tmp_path / "c.sh", tmp_path / "r.yaml")
-    drafted = {key: value for key, (value, _) in draft.recipe.items()}
-    assert not draft.changes and [*draft.loses] == ["sequence_parallel_size"] and drafted["num_processes"] == 2
-    assert drafted["datasets"] == [{"path": "json", "data_files": "a.json"}] and drafted["test_split_size"] == 0.1
+    command += " --cached_val_dataset o/val\n"
+    draft, recipe = drafted(export + command)
+    assert not draft.changes and [*draft.loses] == ["sequence_parallel_size"] and recipe["num_processes"] == 2
+    assert recipe["datasets"] == [{"path": "json", "data_files": "a.json"}] and recipe["test_split_size"] == 0.1
     for other in (export.replace(" M", " N"), export[:-1] + " --system hi\n", export.replace("dir o", "dir p")):
-        (tmp_path / "c.sh").write_text(f"{other}{command} --cached_val_dataset o/val\n")
-        assert "cached_dataset" in translated(tmp_path / "c.sh", tmp_path / "r.yaml").changes
-    (tmp_path / "c.sh").write_text("swift sft --model M --template qwen3 --dataset a.json --loss_scale all\n")
-    assert [*translated(tmp_path / "c.sh", tmp_path / "r.yaml").changes] == ["loss_scale"], "but empty thoughts"
+        assert "cached_dataset" in drafted(other + command)[0].changes
+    draft, _ = drafted("swift sft --model M --template qwen3 --dataset a.json --loss_scale all\n")
+    assert [*draft.changes] == ["loss_scale"], "but empty thoughts"
 
 
-def test_loraplus_has_the_weight_decay_of_the_other_trainer(tmp_path):
+def test_loraplus_has_the_weight_decay_of_the_other_trainer(drafted):
     """axolotl hands PEFT none. LLaMA-Factory gives an embedding's two matrices different rates."""
-    (tmp_path / "dataset_info.json").write_text('{"mine": {"hf_hub_url": "a/b"}}')
     keys = "weight_decay: 0.3\nloraplus_lr_ratio: 16\n"
     axolotl, factory = AXOLOTL + "    type: alpaca\nadapter: lora\n" + keys, FACTORY + "template: llama3\n" + keys
     swift = SWIFT[:-1] + " --lorap_lr_ratio 16 --weight_decay 0.3\n"
@@ -245,31 +245,23 @@ def test_loraplus_has_the_weight_decay_of_the_other_trainer(tmp_path):
         (factory + "lora_target: q_proj,embed_tokens\n", 0.3, ["lora_target"]),
         (factory + "loraplus_lr_embedding: 2e-6\n", 0.3, ["loraplus_lr_embedding"]),
     ):
-        (tmp_path / "a.yaml").write_text(theirs)
-        draft = translated(tmp_path / "a.yaml", tmp_path / "r.yaml")
-        assert (draft.recipe["loraplus_lr_ratio"][0], draft.recipe["weight_decay"][0]) == (16.0, decay)
-        assert [*draft.changes] == changes
+        draft, recipe = drafted(theirs)
+        assert (recipe["loraplus_lr_ratio"], recipe["weight_decay"], [*draft.changes]) == (16.0, decay, changes)
 
 
-def test_an_optimizer_of_llama_factory_has_its_arguments_and_a_tool_no_turn(tmp_path):
-    (tmp_path / "dataset_info.json").write_text('{"mine": {"hf_hub_url": "a/b"}}')
-    (tmp_path / "a.yaml").write_text(FACTORY + "template: llama3\nuse_galore: true\ngalore_rank: 4\n")
-    draft = translated(tmp_path / "a.yaml", tmp_path / "r.yaml")
+def test_an_optimizer_of_llama_factory_has_its_arguments_and_a_tool_no_turn(drafted):
+    draft, recipe = drafted(FACTORY + "template: llama3\nuse_galore: true\ngalore_rank: 4\n")
     with pytest.raises(KeyError, match="role tool"):  # LLaMA-Factory writes it as the user's
         rendered(draft, [{"role": "tool"}])
-    recipe = draft.recipe
-    assert recipe["optim"][0] == "galore_adamw" and recipe["optim_target_modules"][0] == ["attn", "mlp"]
-    assert recipe["optim_args"][0] == "rank=4, update_proj_gap=200, scale=2.0, proj_type=std"
+    assert recipe["optim"] == "galore_adamw" and recipe["optim_target_modules"] == ["attn", "mlp"]
+    assert recipe["optim_args"] == "rank=4, update_proj_gap=200, scale=2.0, proj_type=std"
 
 
-def test_data_of_llama_factory_that_is_on_the_hub(tmp_path):
-    (tmp_path / "a.yaml").write_text(
-        FACTORY.replace("dir: .", "dir: REMOTE:llamafactory/demo_data") + "template: qwen\n"
-    )
-    assert [*translated(tmp_path / "a.yaml", tmp_path / "r.yaml").changes] == ["dataset"]
-    (tmp_path / "a.yaml").write_text((tmp_path / "a.yaml").read_text().replace("mine", "identity"))
-    draft = translated(tmp_path / "a.yaml", tmp_path / "r.yaml")
-    assert draft.recipe["datasets"][0] == [{"path": "llamafactory/demo_data", "name": "identity"}]
+def test_data_of_llama_factory_that_is_on_the_hub(drafted):
+    text = FACTORY.replace("dir: .", "dir: REMOTE:llamafactory/demo_data") + "template: qwen\n"
+    assert [*drafted(text)[0].changes] == ["dataset"]
+    draft, recipe = drafted(text.replace("mine", "identity"))
+    assert recipe["datasets"] == [{"path": "llamafactory/demo_data", "name": "identity"}]
     assert not draft.changes and [*draft.loses] == ["dataset_dir"]
 
 
@@ -284,30 +276,26 @@ def test_data_of_llama_factory_that_is_on_the_hub(tmp_path):
         ("--tuner_type bone", {"peft_type": "MISS", "r": 4}),
     ],
 )
-def test_adapters_become_a_configuration_of_peft(tmp_path, file, keys):
-    (tmp_path / "dataset_info.json").write_text('{"mine": {"hf_hub_url": "a/b"}}')
+def test_adapters_become_a_configuration_of_peft(drafted, file, keys):
     theirs = SWIFT[:-1] + f" {file}\n" if file.startswith("--") else FACTORY + "template: llama3\n" + file
-    (tmp_path / "theirs.txt").write_text(theirs)
-    draft = translated(tmp_path / "theirs.txt", tmp_path / "r.yaml")
-    assert not draft.changes and draft.recipe["peft_config"][0] == keys
-    assert draft.recipe["use_peft"][0] and draft.recipe["lora_target_modules"][0] == ["all-linear"]
-    assert ("lora_r" in draft.recipe) == ("peft_type" not in keys)
+    draft, recipe = drafted(theirs)
+    assert not draft.changes and recipe["peft_config"] == keys
+    assert recipe["use_peft"] and recipe["lora_target_modules"] == ["all-linear"]
+    assert ("lora_r" in recipe) == ("peft_type" not in keys)
 
 
-def test_a_file_of_torchtune_names_its_model_in_a_comment(tmp_path):
-    file, text = tmp_path / "t.yaml", TUNE.replace("NAME", "gemma_tokenizer").replace("DATA", "alpaca_dataset")
-    file.write_text("# tune download google/gemma-2b\n" + text.replace("MODEL", "/tmp/other") + "epochs: 1\n")
-    full = translated(file, tmp_path / "r.yaml")
-    assert full.recipe["model_name_or_path"][0] == "/tmp/other", "the folder is that of another model"
-    assert [*full.loses] == ["optimizer.weight_decay"] and full.recipe["weight_decay"][0] == 0.01
+def test_a_file_of_torchtune_names_its_model_in_a_comment(drafted):
+    text = TUNE.replace("NAME", "gemma_tokenizer").replace("DATA", "alpaca_dataset")
+    full, recipe = drafted("# tune download google/gemma-2b\n" + text.replace("MODEL", "/tmp/other") + "epochs: 1\n")
+    assert recipe["model_name_or_path"] == "/tmp/other", "the folder is that of another model"
+    assert [*full.loses] == ["optimizer.weight_decay"] and recipe["weight_decay"] == 0.01
     lora = "{_component_: torchtune.models.gemma.qlora_gemma_2b, lora_attn_modules: [q_proj, output_proj]}"
     text = text.replace("MODEL", "/tmp/gemma-2b/").replace("{_component_: torchtune.models.llama3.llama3_8b}", lora)
     launch = "# tune download google/gemma-2b\n# tune run --nproc_per_node 4 lora_finetune_distributed\n"
-    file.write_text(launch + text + "output_dir: ${device}/${device}\ndevice: a\nmax_steps_per_epoch: 9\nepochs: 1\n")
-    draft = translated(file, tmp_path / "r.yaml")
-    drafted = {key: value for key, (value, _) in draft.recipe.items()}
+    text = launch + text + "output_dir: ${device}/${device}\ndevice: a\nmax_steps_per_epoch: 9\nepochs: 1\n"
+    draft, recipe = drafted(text)
     said = {"model_name_or_path": "google/gemma-2b", "num_processes": 4, "load_in_4bit": True, "max_steps": 9}
     said |= {"lora_target_modules": ["q_proj", "o_proj"], "lora_r": 8, "max_length": None, "output_dir": "a/a"}
-    assert not draft.changes and said.items() <= drafted.items() and "weight_decay" not in draft.loses
-    file.write_text(file.read_text().replace("epochs: 1", "epochs: 2") + "kd_ratio: 0.5\n")
-    assert {*translated(file, tmp_path / "r.yaml").changes} == {"kd_ratio", "max_steps_per_epoch"}
+    assert not draft.changes and said.items() <= recipe.items() and "weight_decay" not in draft.loses
+    draft, _ = drafted(text.replace("epochs: 1", "epochs: 2") + "kd_ratio: 0.5\n")
+    assert {*draft.changes} == {"kd_ratio", "max_steps_per_epoch"}

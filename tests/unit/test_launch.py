@@ -26,12 +26,14 @@ from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import refuse_uneven_gpus, split_command_line
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core import tables
-from zero_recipes.core.findings import Refusal
+from zero_recipes.core.findings import Refusal, print_ending
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import PhaseClock
+from zero_recipes.distributed import group
 from zero_recipes.distributed.group import start_process_group
 from zero_recipes.distributed.kernels import build, is_compiled, remove_stale_locks
 from zero_recipes.model import size_of
@@ -172,20 +174,47 @@ def test_a_kernel_of_another_installation_or_of_a_killed_compiler_is_compiled_an
 
 
 @pytest.mark.parametrize(
-    ("processes", "device", "environment", "said"),
+    ("strategy", "device", "environment", "said"),
     [
-        (4, "cuda", {}, r"4 processes .* 2 GPUs .ZR309"),
-        (4, "cuda", {"LOCAL_WORLD_SIZE": "2"}, None),  # two machines
-        (4, "cuda", {"LOCAL_SIZE": "2"}, None),  # by the deepspeed launcher, which sets no LOCAL_WORLD_SIZE
-        (4, "cpu", {}, None),
-        (1, "cuda", {}, r"2 GPUs .*ZR308"),
-        (1, "cuda", {"RANK": "0"}, None),
+        (("zero2", 4), "cuda", {}, r"4 processes .* 2 GPUs .ZR309"),
+        (("zero2", 4), "cuda", {"LOCAL_WORLD_SIZE": "2"}, None),  # two machines
+        (("zero2", 4), "cuda", {"LOCAL_SIZE": "2"}, None),  # by the deepspeed launcher, which sets no LOCAL_WORLD_SIZE
+        (("zero2", 4), "cpu", {}, None),
+        (("single", 1), "cuda", {}, r"2 GPUs .*ZR308"),
+        (("single", 1), "cuda", {"RANK": "0", "LOCAL_RANK": "0"}, r"2 GPUs .*ZR308"),  # torchrun --nproc_per_node 1
+        (("zero2", 1, DsConfig({})), "cuda", {"RANK": "0"}, None),
+        (("zero2", 1, DsConfig({})), "cuda", {}, r"2 GPUs .*ZR308"),  # plain python
     ],
 )
-def test_processes_and_gpus_fit(monkeypatch, processes, device, environment, said):
+def test_processes_and_gpus_fit(monkeypatch, strategy, device, environment, said):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(Refusal, match=said) if said else contextlib.nullcontext():
-        refuse_uneven_gpus(SimpleNamespace(world_size=processes), device, environment)
+        refuse_uneven_gpus(Strategy(*strategy), device, environment)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_refused_rank_waits_in_nccl_for_no_other(monkeypatch, device):
+    ended = []
+    for name in ("ops_of", "start_process_group", "set_host_threads"):
+        monkeypatch.setattr(group, name, lambda *_: None)
+    monkeypatch.setattr(group.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(group.distributed, "destroy_process_group", lambda: ended.append(device))
+    settings = SimpleNamespace(ddp_timeout=60)
+    with pytest.raises(Refusal), group.session(SimpleNamespace(strategy=None, device=device, settings=settings)):
+        raise Refusal([])
+    assert ended == ["cpu"] * (device == "cpu")
+
+
+def test_an_error_that_nobody_expected_ends_with_its_traceback_and_in_the_launchers_table(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    try:
+        raise ValueError("odd")
+    except ValueError as error:
+        assert print_ending(error) == 1
+    assert capsys.readouterr().err.startswith("Traceback")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: odd"
 
 
 def test_check_takes_the_launch_of_the_recipe(tmp_path, monkeypatch, capsys):
@@ -220,13 +249,6 @@ def test_the_deepspeed_launchers_local_rank_goes_to_the_environment(words, envir
         assert left["LOCAL_RANK"] == rank
 
 
-def test_one_process_of_torchrun_is_alone(monkeypatch):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    start_process_group(Strategy("single", 1, None, None), "cpu", 60, set())
-    assert "LOCAL_RANK" not in os.environ
-
-
 def test_without_a_login_to_wandb_no_weight_is_loaded(monkeypatch):
     def login():
         raise ValueError("No API key")
@@ -240,7 +262,7 @@ def test_without_a_login_to_wandb_no_weight_is_loaded(monkeypatch):
         RecipeRun._log_in(run)
 
 
-def test_each_process_takes_its_gpu_and_fsdp_reduces_on_the_host_too(monkeypatch):
+def test_each_process_takes_its_gpu_fsdp_reduces_on_the_host_too_and_one_process_is_alone(monkeypatch):
     taken, met = [], []
     monkeypatch.setattr("torch.cuda.set_device", taken.append)
     monkeypatch.setattr("zero_recipes.distributed.group.rendezvous", lambda backend, *_: met.append(backend))
@@ -249,6 +271,8 @@ def test_each_process_takes_its_gpu_and_fsdp_reduces_on_the_host_too(monkeypatch
     for strategy in (Strategy("ddp", 4), Strategy("fsdp2", 4, fsdp_config={"cpu_offload": False})):
         start_process_group(strategy, "cuda", 60, set())
     assert (taken, met) == ([1, 1], ["nccl", "cuda:nccl,cpu:gloo"])
+    start_process_group(Strategy("single", 1, None, None), "cpu", 60, set())
+    assert "LOCAL_RANK" not in os.environ and len(met) == 2
 
 
 def test_a_phase_inside_another_is_taken_out_of_it_and_a_failure_names_the_innermost(monkeypatch):

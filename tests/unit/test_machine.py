@@ -457,16 +457,11 @@ def test_results_outside_of_a_pods_volume_are_named(tmp_path, monkeypatch):
         assert said(machines.volume_findings(Path(path), host)) == ""
 
 
-TOPOLOGY = """#!/bin/sh
-[ "$*" = "topo -m" ] && printf '\\t\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0\\t X \\tNV18\\nGPU1\\tNV18\\t X \\n'
-"""
-
-
 def test_env_shows_a_pod_as_its_container_may_use_it(tmp_path, monkeypatch):
     fake_cuda.install(monkeypatch)
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr(machines, "refusal_of_cuda", lambda: "")
-    files = DRIVER | CONTAINER | SEEN | may_lock(8388608) | {"/usr/bin/nvidia-smi": TOPOLOGY}
+    files = DRIVER | CONTAINER | SEEN | may_lock(8388608)
     files |= {"/sys/fs/cgroup/memory.max": "500000000\n", "/sys/fs/cgroup/cpu.max": "100000 100000\n"}
     pod = machine(tmp_path, files, 7 * GB, NCCL_DEBUG="INFO", UNRELATED="x", HF_TOKEN="hf_abc", WANDB_API_KEY="w")
     found = env.machine(pod)
@@ -510,6 +505,13 @@ def test_the_limit_is_added_and_nothing_of_the_users_is_lost(before, after):
     limit_rounding(environment)
     limit_rounding(environment)  # the second time changes nothing
     assert environment == after
+
+
+def test_torch_before_the_limit_is_not_given_it(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", {"torch": "2.11.0+cu130"}.get)
+    environment: dict[str, str] = {}
+    limit_rounding(environment)
+    assert not environment
 
 
 @given(size=draw.integers(2, 1 << 40), mib=draw.integers(1, 4096))

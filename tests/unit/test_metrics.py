@@ -16,6 +16,7 @@ from hypothesis import strategies as draw
 
 from tests.helpers.report_runs import PARAMETERS, on_cpu
 from tests.helpers.sample_cases import strict
+from tests.helpers.tiny import ROOT
 from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.callback import UNFINISHED
@@ -24,8 +25,6 @@ from zero_recipes.metrics.probe import RankFigures, continued, steps_not_timed, 
 from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics
 from zero_recipes.training.divergence import Diverged, StopAtDivergence
 from zero_recipes.training.output import RecipeRun
-
-ROOT = Path(__file__).resolve().parents[2]
 
 OK_ROW = on_cpu("zero1")
 
@@ -75,10 +74,7 @@ def test_ranks_are_brought_together():
     assert found.tokens_per_second == schema.Tokens(all=10.0, non_padding=5.0, supervised=2.5)
     assert found.step_seconds == schema.StepSeconds(median=2.0, p90=3.0, warmup_steps_excluded=1)
     assert found.loss_history == [2.0, 4.0, 6.0]
-
-
-def test_what_a_rank_does_not_know_nobody_does():
-    unknown = [20, 10, None]
+    unknown = [20, 10, None]  # what a rank does not know, nobody does
     found = summarise([figures(1), figures(3, losses=None, tokens=unknown, timed_tokens=unknown)], [1.0, 1.0], 0)
     assert found.loss_history is found.tokens.supervised is found.tokens_per_second.supervised is None
     assert found.tokens.all == 50
@@ -196,10 +192,6 @@ def failure(rank: int, error: str, time: float, status: str = "failed") -> RankF
     return RankFailure(rank=rank, status=status, phase="train", error=error, largest_memory={}, time=time)
 
 
-def unfinished() -> Metrics:
-    return Metrics(schema=SCHEMA, status="failed", error=UNFINISHED, name="n", strategy="zero2")
-
-
 @given(draw.permutations(range(4)), draw.lists(draw.sampled_from(NOISE), min_size=2, max_size=2), draw.booleans())
 def test_the_first_cause_is_named_whoever_writes_first(order, noise, out_of_memory):
     """The noise of the others may be written before it (clocks differ); every order of writing ends the same."""
@@ -209,12 +201,13 @@ def test_the_first_cause_is_named_whoever_writes_first(order, noise, out_of_memo
     everyone = [cause, failure(1, "ValueError: it broke later", 101.0)]
     everyone += [failure(2 + number, error, 90.0) for number, error in enumerate(noise)]
     losses = [2.0, 1.0, math.nan]
+    unfinished = Metrics(schema=SCHEMA, status="failed", error=UNFINISHED, name="n", strategy="zero2")
     with TemporaryDirectory() as name:
         folder = Path(name)
         for number in order:
             each = everyone[number]
             (folder / f"failure.rank{each.rank}.json").write_text(each.model_dump_json())
-            keep_failure(folder, each, losses if number % 2 else [], unfinished(), resumes=False)
+            keep_failure(folder, each, losses if number % 2 else [], unfinished, resumes=False)
         assert cause_of(folder) == cause
         row = strict((folder / FILE).read_text())
     assert (row["status"], row["error"], row["failure"]["rank"]) == (cause.status, cause.error, cause.rank)

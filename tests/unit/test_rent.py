@@ -37,6 +37,8 @@ def test_rented_files_are_valid_and_start_the_plans_choice(rented):
     documents = [*yaml.safe_load_all((folder / "my_recipe.k8s.yaml").read_text())]
     job = documents[-1]["spec"]["template"]["spec"]["containers"][0]
     sky = yaml.safe_load((folder / "my_recipe.sky.yaml").read_text())
+    own = {"name": "TORCH_EXTENSIONS_DIR", "value": "/tmp/torch_extensions"}
+    assert own in job["env"], "the volume's kernels may be another processor's, and their lock another node's"
     machines = (2, "H100:8") if gpus == "16" else (1, "H100:2")
     assert (sky["num_nodes"], sky["resources"]["accelerators"]) == machines
     assert documents[0]["data"]["my_recipe.yaml"].strip() == (folder / "my_recipe.yaml").read_text().strip()

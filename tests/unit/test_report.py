@@ -42,15 +42,12 @@ def test_runs_come_in_the_order_of_the_stages(tmp_path, monkeypatch):
     assert [run.compared for run in read_runs(Path())] == [True], "a relative folder has a name too"
 
 
-def test_an_error_names_file_and_key(tmp_path):
+def test_a_bad_file_is_named_with_its_key_or_line(tmp_path):
     for key, change in (("strategy", {"strategy": None}), ("loss_history.1", {"loss_history": [1.0, "low"]})):
         save(tmp_path / "zero1", metrics("zero1") | change)
         with pytest.raises(ContractError) as error:
             read_runs(tmp_path)
         assert str(error.value).startswith(f"{tmp_path / 'zero1' / 'metrics.json'}: {key}: ")
-
-
-def test_samples_are_read_whole_and_a_bad_one_is_named_with_its_line(tmp_path):
     save(tmp_path / "zero1", metrics("zero1"), [sample(prompt="go \u2028 on")] * 2)
     assert [read.prompt for read in read_runs(tmp_path)[0].samples] == ["go \u2028 on"] * 2
     broken = sample()
@@ -60,25 +57,14 @@ def test_samples_are_read_whole_and_a_bad_one_is_named_with_its_line(tmp_path):
         read_runs(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "wrong", ["nothing", "a file", "an empty folder", "damaged files alone", "a damaged sweep.json", "a closed page"]
-)
-def test_a_wrong_folder_is_refused(tmp_path, capsys, wrong):
-    folder = tmp_path / "runs"
-    if wrong == "a file":
-        folder.write_text("{}")
-    elif wrong != "nothing":
-        folder.mkdir()
-    if wrong == "damaged files alone":
-        (folder / "metrics.json").write_text("{")
-    if wrong == "a damaged sweep.json":
-        save(folder / "ddp", metrics("ddp"))
-        (folder / "sweep.json").write_text('{"schema": 2')
-    if wrong == "a closed page":
-        save(folder / "ddp", metrics("ddp"))
-        (folder / "report.html").mkdir()
-    assert cli.main(["report", str(folder)]) == 2
-    assert ("report.html" if wrong == "a closed page" else "ZR560") in capsys.readouterr().err
+@pytest.mark.parametrize("files", [{}, {"metrics.json": "{"}, {"sweep.json": '{"schema": 2'}])
+def test_a_folder_without_a_run_that_can_be_read_is_refused(tmp_path, capsys, files):
+    if "sweep.json" in files:
+        save(tmp_path / "ddp", metrics("ddp"))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    for folder in (tmp_path, tmp_path / "nothing"):
+        assert cli.main(["report", str(folder)]) == 2 and "ZR560" in capsys.readouterr().err
 
 
 def test_whatever_is_not_known_of_a_run_there_is_a_report(tmp_path):
@@ -228,7 +214,9 @@ def report(tmp_path_factory):
     save(folder / "ddp", oom("ddp"))
     save(folder / "zero2_offload", metrics("zero2_offload"))
     evaluations = [{"step": 2, "loss": 1.75}, {"step": 4, "loss": 1.5}]
-    many = [sample(prompt=f"prompt number {number} <i>") for number in range(15)]
+    asked = "Below is an instruction.\n\n### Instruction:\nprompt number"
+    many = [*(sample(prompt=f"{asked} {number} <i>") for number in range(14)), sample(prompt="alone\n\nother")]
+    many.insert(3, many.pop())
     save(folder / "full", metrics("zero2", eval_history=evaluations), many)
     sweep(folder, {"zero1": {"loss_history": [2.0, math.nan]}}, strategies=("zero0", "zero1", "zero2", "zero3"))
     page, printed = written(folder)
@@ -241,7 +229,8 @@ def test_the_page_fetches_nothing_and_escapes_what_models_and_people_wrote(repor
     assert re.findall(r'(?:src|href)\s*=\s*"(?!data:image/png;base64,)', page) == []
     assert re.findall(r"<link|<script|<iframe|@import|url\(|<i>", page) == []
     assert page.count('src="data:image/png;base64,') == 5
-    assert "prompt number 11 &lt;i&gt;" in page and "prompt number 12" not in page
+    assert "prompt number 10 &lt;i&gt;" in page and "prompt number 11" not in page and "alone\n\nother" in page
+    assert "Below is an instruction." not in page and "###" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page and "CUDA out of memory &lt;sorry&gt;" in page
 
 
@@ -272,15 +261,6 @@ def test_the_report_begins_with_what_it_comes_to(report, tmp_path):
     speeds["zero0"] = {"tokens_per_second": {"non_padding": 940.0}}
     line = bottom_line(sweep(tmp_path, speeds))
     assert line.startswith("Take ddp (1,000 tokens/s): it fits and is the fa") and "50 % less, 25 % slower" in line
-
-
-def test_prompts_are_shown_without_alpacas_wrapper(tmp_path):
-    prompts = [f"Below is an instruction.\n\n### Instruction:\nsay {number}" for number in range(3)]
-    save(tmp_path / "full", metrics("zero2"), [sample(prompt=prompt) for prompt in [*prompts, "alone\n\nother"]])
-    page, _ = written(tmp_path)
-    assert "Below is an instruction." not in page and "###" not in page
-    assert all(f"say {number}" in page for number in range(3))
-    assert "alone\n\nother" in page
 
 
 def test_the_json_is_strict_and_has_the_numbers_unrounded(report):

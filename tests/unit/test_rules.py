@@ -24,7 +24,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy, resolve_strategy
-from zero_recipes.core.findings import Finding, described, downgraded, raise_errors, table
+from zero_recipes.core.findings import described, table
 from zero_recipes.core.host import Host
 from zero_recipes.distributed import kernels
 from zero_recipes.model import load_config, size_of
@@ -256,14 +256,6 @@ def test_explain_prints_what_why_fix_and_an_example(capsys):
     assert "zero_quantized_weights" in text and "{" not in row["what"] + row["why"] + row["fix"]
 
 
-def test_an_ignored_error_is_a_warning_and_others_stay():
-    findings = [Finding("ZR608", "a", "b", "c"), Finding("ZR206", "a", "b", "c")]
-    ignored, kept = downgraded(findings, {"ZR608"})
-    assert (ignored.level, ignored.ignored) == ("warning", True) and kept == findings[1]
-    assert str(ignored).startswith("warning (ignored): a [ZR608]")
-    raise_errors([ignored])
-
-
 @pytest.mark.parametrize(
     "given, code",
     [
@@ -277,3 +269,5 @@ def test_an_ignored_error_is_a_warning_and_others_stay():
 def test_a_run_goes_on_with_what_its_recipe_ignores(tmp_path, given, code):
     (found,) = findings_of(Side(**given), tmp_path / "case")
     assert (found.code, found.level, found.ignored) == (code, "warning", True)
+    (other,) = findings_of(Side(**given | {"ds": {"bf16": {"enabled": None}}}), tmp_path / "other")
+    assert (other.code, other.level) == ("ZR213", "error"), "and with nothing else"

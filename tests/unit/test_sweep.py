@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.helpers import fake_cuda
 from tests.helpers.damage import refusal_of
 from tests.helpers.report_runs import metrics, save
 from tests.helpers.tiny import ROOT, write_recipe
@@ -314,6 +315,14 @@ def test_short_steps_are_measured_for_seconds(monkeypatch, ran, packable, tmp_pa
     assert cli.main(argv) == 0
     steps = [words["max_steps"] for _, words in ran]
     assert steps[0] == "12" and steps[1] == "50" and set(steps[1:]) == {"50", "100", "200"}
+
+
+def test_tune_makes_no_context_on_a_gpu_that_its_runs_need(monkeypatch, ran, packable, tmp_path):
+    """One takes half a GB: `mem_get_info` makes one, the device's properties do not."""
+    fake_cuda.install(monkeypatch)
+    monkeypatch.setattr("torch.cuda.mem_get_info", None)
+    argv = ["tune", str(packable), "--output_dir", str(tmp_path / "runs"), "--strategies", "zero2"]
+    assert cli.main([*argv, "--num_processes", "2"]) == 0 and ran
 
 
 def test_a_recipe_that_recomputes_is_tried_without(packable, tmp_path, ran):

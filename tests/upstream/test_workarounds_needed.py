@@ -1,7 +1,6 @@
 """Faults of libraries that are worked around: each test fails when its fault is gone. Private names that are read."""
 
-import inspect
-import os
+import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +9,10 @@ import pytest
 import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from accelerate.state import GradientState, PartialState
+from accelerate.state import GradientState
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
-from transformers.trainer_utils import rotate_checkpoints
 
 from zero_recipes.libs.deepspeed import _LAYOUTS, state_bytes
 
@@ -25,8 +23,14 @@ SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden
 # (file, a line of the fault, what may go): what needs several processes to be seen
 CITED = [
     ("transformers/trainer.py", "                use_mtime=True,\n", "training/trainer.py rotate"),
+    ("transformers/trainer.py", "            rotate_checkpoints(\n", "training/trainer.py `_save_checkpoint`"),
     ("transformers/modeling_utils.py", "                unexpected_keys=set(),\n", "model.py refuse_other_keys"),
     ("deepspeed/runtime/zero/stage3.py", "fp32_opt_state_partition.numel() * my_rank,", "checkpoint/resume.py _set"),
+    ("torch/distributed/run.py", "        omp_num_threads = 1\n", "distributed/group.py set_host_threads"),
+    # it takes a local rank for a process group
+    ("accelerate/state.py", 'elif int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:', "start_process_group"),
+    ("torch/include/ATen/core/CachingHostAllocator.h", "size <= pinned_max_cached_size()", "core/host.py the limit"),
+    ("torch/include/ATen/core/CachingHostAllocator.h", "return c10::llvm::PowerOf2Ceil(size);", "core/host.py pinned"),
 ]
 
 
@@ -83,15 +87,6 @@ def test_a_sampler_by_length_draws_from_the_global_generator():
     assert sampler.generator is None and not hasattr(sampler, "set_epoch")
 
 
-def test_checkpoints_are_deleted_by_the_time_of_their_folders(tmp_path):
-    """training/trainer.py rotate."""
-    for step, time in ((1, 2000), (2, 1000)):  # copied back after the second
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        os.utime(tmp_path / f"checkpoint-{step}", (time, time))
-    rotate_checkpoints(str(tmp_path), save_total_limit=1, use_mtime=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
-
-
 def test_a_tied_head_that_is_a_copy_is_saved_twice():
     """libs/patches.py without_aliases."""
     model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True))
@@ -125,40 +120,6 @@ def test_an_order_by_the_epoch_is_hidden_where_batches_are_skipped():
     assert not hasattr(skip_first_batches(loader, 1).batch_sampler, "set_epoch")
 
 
-def test_checkpoints_are_deleted_before_a_manifest_can_be_written():
-    """training/trainer.py `_save_checkpoint`."""
-    assert "rotate_checkpoints(" in inspect.getsource(Trainer._save_checkpoint)
-
-
-def test_a_whole_master_is_read_wrongly_with_round_robin_gradients(two):
-    """checkpoint/reshard.py: why it goes by the order of the parameters."""
-    assert two.run("reshard_cases.masters_are_read_whole", round_robin=False) == [True, True]
-    assert False in two.run("reshard_cases.masters_are_read_whole", round_robin=True)
-
-
-def test_a_launcher_still_leaves_each_rank_one_thread(monkeypatch):
-    """Fails when torchrun gives ranks their share of the cores: then set_host_threads may go."""
-    from torch.distributed.run import config_from_args, get_args_parser
-
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # what the launcher sets is undone with this one
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    config_from_args(get_args_parser().parse_args(["--nproc_per_node", "2", "run_sft.py"]))
-    assert os.environ["OMP_NUM_THREADS"] == "1"
-
-
-def test_accelerate_still_takes_a_local_rank_for_a_group():
-    """accelerate 1.15, state.py `_prepare_backend`: distributed/group.py start_process_group."""
-    source = inspect.getsource(PartialState._prepare_backend)
-    assert 'elif int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:' in source
-
-
-def test_torch_still_rounds_pinned_memory_and_still_has_the_limit():
-    """ATen/core/CachingHostAllocator.h and c10/core/AllocatorConfig.h of torch 2.13 (core/host.py)."""
-    headers = Path(torch.__file__).parent / "include"
-    allocator = (headers / "ATen" / "core" / "CachingHostAllocator.h").read_text()
-    assert "size <= pinned_max_cached_size()" in allocator and "return c10::llvm::PowerOf2Ceil(size);" in allocator
-
-
 # private attributes of DeepSpeed's optimizers, renamed in a new version, are not counted as 0 bytes
 
 
@@ -173,8 +134,6 @@ DEEPSPEED = {
 
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_every_tensor_of_a_deepspeed_optimizer_is_counted(name):
-    import importlib
-
     module = importlib.import_module(DEEPSPEED[name])
     source = Path(module.__file__).read_text()
     layout = _LAYOUTS[name]

@@ -292,20 +292,15 @@ def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
     know that the last part is padded, and fails where the world does not divide the size."""
     from deepspeed import utils
 
+    state = None if key == "fp32" else key  # DeepSpeed sets the master where no state is named
     if not internals.is_partitioned(p):
-        if key == "fp32":
-            utils.safe_set_full_fp32_param(p, whole)
-        else:
-            utils.safe_set_full_optimizer_state(p, whole, key)
+        utils.safe_set_full_optimizer_state(p, whole, state)
         return
     part = torch.zeros(p.ds_tensor.numel(), dtype=whole.dtype)
     start = torch.distributed.get_rank(p.ds_process_group) * part.numel()
     mine = whole.flatten()[start : start + part.numel()]
     part[: mine.numel()] = mine
-    if key == "fp32":
-        utils.safe_set_local_fp32_param(p, part)
-    else:
-        utils.safe_set_local_optimizer_state(p, part, key)
+    utils.safe_set_local_optimizer_state(p, part, state)
 
 
 def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any], checkpoint: str | Path) -> None:

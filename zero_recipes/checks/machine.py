@@ -82,12 +82,9 @@ def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refus
 
 def driver_version(host: Host) -> str | None:
     """Version of the loaded kernel module, as "550.54.15": /proc shows it in every container of the machine."""
-    try:
-        written = host.at("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
+    written = host.read("/proc/driver/nvidia/version")
     found = re.search(r"^NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", written, re.MULTILINE)
-    return found.group(1) if found else None
+    return found and found[1]
 
 
 def card_findings(precision: str) -> Iterator[Finding]:

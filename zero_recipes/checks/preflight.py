@@ -39,7 +39,7 @@ def preflight(
     known = keys.key_types()
     findings = list(launch_key_findings(path, mapping, environment))
     own = {key: value for key, value in mapping.items() if key not in launch_of(mapping)}
-    findings += recipe_findings(str(path), own, mapping.lines, known, keys.key_choices())
+    findings += recipe_findings(str(path), own, mapping.lines)
     wrong = {finding.key for finding in findings if finding.level == "error"}
     sound = RecipeFile({key: value for key, value in mapping.items() if key in known and key not in wrong})
     sound.lines = mapping.lines

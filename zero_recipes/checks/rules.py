@@ -9,11 +9,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib import resources
+from functools import cached_property, partial
 from typing import Any
 
-import yaml
 from huggingface_hub import constants, get_token
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -22,16 +20,14 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy, sequence_parallel_findings
+from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.process import local_world_size
 from zero_recipes.libs.huggingface import attention_kernel
 from zero_recipes.model import STARTS_IN_BASE, built_or_none
 
-
-@cache
-def options() -> dict[str, dict[str, Any]]:
-    """options.yaml: the texts of rules that are no more than a condition, and tables of values."""
-    return yaml.safe_load(resources.files(__package__).joinpath("options.yaml").read_text(encoding="utf-8"))
+# the texts of rules that are no more than a condition, and tables of values
+options = partial(package_yaml, __package__, "options.yaml")
 
 
 @dataclass(frozen=True)

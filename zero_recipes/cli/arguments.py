@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,7 @@ def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 COUNT, AMOUNT = above_zero(int), above_zero(float)
-
-
-def recipe_file(text: str) -> Path:
-    return at_hand(text, "recipes")
-
-
-def accelerate_file(text: str) -> Path:
-    return at_hand(text, "accelerate_configs")
+recipe_file, accelerate_file = (partial(at_hand, folder=folder) for folder in ("recipes", "accelerate_configs"))
 
 
 def names(text: str) -> list[str]:
@@ -200,13 +194,10 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
     text = "export a run's model, with LoRA merged, as safetensors, GGUF and an Ollama Modelfile"
-    verb = add(verbs.export, text, overrides=True)
-    verb.add_argument("folder", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
+    verb = of_model(verbs.export, text, overrides=True)
     verb.add_argument("--gguf", nargs="+", default=[], choices=verbs.GGUF, help="file types for llama.cpp and Ollama")
     verb.add_argument("--llama_cpp", type=Path, help="llama.cpp folder; default: download the pinned source")
-    verb.add_argument("--base", help="base model of an adapter: folder or name; default: the adapter's own")
-    verb.add_argument("--output_dir", type=Path, help="default: <folder>-export")
-    verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
+    verb.add_argument("--output_dir", type=Path, help="default: <model>-export")
 
     verb = add(verbs.push, "upload a run's model, model card and measurements to the Hub, without local paths")
     verb.add_argument("folder", type=Path, help="a run's output_dir, e.g. output/pythia")

@@ -6,7 +6,7 @@ import re
 import shlex
 
 from zero_recipes.config import recipe as recipes
-from zero_recipes.core.findings import Finding, downgraded, finding, ignored_codes, shown
+from zero_recipes.core.findings import downgraded, finding, ignored_codes, shown
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.core.process import local_world_size
 from zero_recipes.core.tables import terminal, working
@@ -17,7 +17,7 @@ def check(arguments: argparse.Namespace) -> int:
     with working("importing the libraries"):
         from zero_recipes.checks import predicted
         from zero_recipes.checks.preflight import preflight, resolved_ds_config
-        from zero_recipes.config.accelerate import launched_as_named, launched_environment
+        from zero_recipes.config.accelerate import file_findings, file_named, launched_as_named, launched_environment
 
     quieten()
     if arguments.upgrade:
@@ -35,11 +35,11 @@ def check(arguments: argparse.Namespace) -> int:
     is_named = any(word.lstrip("-").replace("-", "_").startswith(trusts) for word in overrides)
     overrides += [] if is_named else [f"--{trusts}", "false"]  # a look at a stranger's recipe runs no code of its model
     remote_code = bool(mapping.get(trusts)) and not is_named
-    of_file: list[Finding] = []
-    if arguments.config_file is None and arguments.num_processes is None:
-        environment = launched_as_named(mapping, findings=of_file)
+    launch_file = arguments.config_file
+    if launch_file is None and arguments.num_processes is None:
+        launch_file, environment = file_named(mapping), launched_as_named(mapping)
     else:
-        environment = launched_environment(arguments.config_file, arguments.num_processes, of_file)
+        environment = launched_environment(launch_file, arguments.num_processes)
     gpu = gpu_named(arguments.gpu, gpus()) if arguments.gpu else None
     with working(f"checking {arguments.recipe}"):
         run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True, gpu=gpu)
@@ -48,11 +48,12 @@ def check(arguments: argparse.Namespace) -> int:
         without = re.compile(r"trust_remote_code|contains custom code")
         findings = [found for found in findings if found.level != "error" or not without.search(found.why)]
         findings.append(finding("ZR783"))
-    findings += of_file
+    findings += [] if launch_file is None else file_findings(launch_file)
     findings += data_findings(run) if run is not None and arguments.data else []
     errors = sum(finding.level == "error" for finding in findings)
     answer = f"{'cannot' if errors else 'can'} run{f' on {gpu.name}' if gpu else ''}"
-    print(f"{recipe} {answer}: {errors} errors, {len(findings) - errors} warnings")
+    counts = {"error": errors, "warning": len(findings) - errors}
+    print(f"{recipe} {answer}:", ", ".join(f"{n} {word}{'s' * (n != 1)}" for word, n in counts.items()))
     if findings:
         print(shown(findings, arguments.traceback))
     if run is not None:

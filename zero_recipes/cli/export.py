@@ -43,7 +43,7 @@ class NotExported(RunFailed):
 def export(arguments: argparse.Namespace) -> int:
     """The verb. Returns the exit code; raises Refusal before anything is written."""
     transformers.utils.logging.disable_progress_bar()
-    target = ask.find_target(arguments.folder, arguments.base, arguments.overrides, arguments.trust_remote_code)
+    target = ask.find_target(arguments.model, arguments.base, arguments.overrides, arguments.trust_remote_code)
     folder = target.folder if target.folder.name.strip(".") else target.folder.resolve()
     out, kinds = arguments.output_dir or folder.with_name(f"{folder.name}-export"), arguments.gguf
     if out.exists() and any(out.iterdir()):

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache, reduce
+from functools import reduce
 from importlib import resources
 from operator import floordiv
 from pathlib import Path
@@ -19,17 +19,15 @@ from typing import Any
 import yaml
 
 from zero_recipes.config.keys import FORMATS
-from zero_recipes.core.files import write_text
+from zero_recipes.core.files import package_yaml, write_text
 from zero_recipes.core.findings import finding, raise_errors, refusal
 
 FIRST = {"model_name_or_path": 0, "datasets": 1}  # of a recipe's keys
 
 
-@cache
 def table(name: str) -> dict[str, Any]:
     """A file of config/imports."""
-    folder = resources.files("zero_recipes.config").joinpath("imports")
-    return yaml.safe_load(folder.joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
+    return package_yaml("zero_recipes.config", f"imports/{name}.yaml")
 
 
 class Draft:

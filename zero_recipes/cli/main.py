@@ -3,7 +3,7 @@
 import sys
 
 from zero_recipes.cli.arguments import parse_arguments
-from zero_recipes.core.findings import Refusal, print_ending, refusal
+from zero_recipes.core.findings import Refusal, RunFailed, print_ending, refusal
 from zero_recipes.libs.warnings import quieten_loggers
 
 
@@ -14,8 +14,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv, __doc__)
     try:
         return arguments.func(arguments)
-    except Refusal as refused:
-        return print_ending(refused, with_traceback)
+    except (Refusal, RunFailed) as ending:
+        return print_ending(ending, with_traceback)
     except OSError as error:  # a path of the command line: no such file, no folder, not to be read or written
         return print_ending(refusal("ZR352", error=error), with_traceback)
 

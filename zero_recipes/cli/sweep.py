@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -89,7 +89,7 @@ def sweep(
         folder = output_dir / run.name
         label = f"[{number}/{len(runs)}] {run.name}"
         start = time.perf_counter()
-        row, previous = launched(recipe, run, folder, label, num_processes, shared, script, console)
+        row, previous = launched(recipe, run, folder, label, num_processes, shared, script, console, _run)
         ended[run.name] = row.status
         ending = f"{label}: {row.status} after {time.perf_counter() - start:.0f} s"
         ending += f", see {folder / 'log.txt'}" if row.status != "ok" else ""
@@ -101,14 +101,23 @@ def sweep(
 
 
 def launched(
-    recipe: Path, run: "SweepRun", folder: Path, label: str, ranks: int, shared: list[str], script: Path, to: Console
+    recipe: Path,
+    run: "SweepRun",
+    folder: Path,
+    label: str,
+    ranks: int,
+    shared: list[str],
+    script: Path,
+    to: Console,
+    launch: Callable[..., tuple[int, str]],
 ) -> tuple[Metrics, Path | None]:
-    """(what a run has measured, or how it failed; where results that were there are kept). `shared`: of all runs."""
+    """(what a run has measured, or how it failed; where results that were there are kept). `shared`: of all runs;
+    `launch`: `_run`, or another with its arguments."""
     previous = folders.claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
     (folder / FILE).unlink(missing_ok=True)
     words = [*shared, *run.words]
     command = launch_of_strategy(recipe, run.config_in(folder), ranks, folder, words, script)
-    exit_code, log = _run(command, folder, label, to, Host().threads(ranks))
+    exit_code, log = launch(command, folder, label, to, Host().threads(ranks))
     return _row(folder, run.strategy, exit_code, log), previous
 
 

@@ -1,7 +1,7 @@
 """`zero-recipes tune`: measure what trains a recipe fastest on this machine, and write that as RECIPE.tuned.yaml.
 
-The plan's formulas name the candidates that fit; each is launched for a few steps; the faster half goes on with twice
-as many steps, until two are left or the time is over.
+The plan's formulas name the candidates that fit; each trains for a few steps, in processes that are forked from one
+with the libraries (forked.py); the faster half goes on with twice as many, until two are left or the time is over.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from rich.console import Console
 
 from zero_recipes.checkpoint.output_dir import inputs_of
 from zero_recipes.cli import sweep
+from zero_recipes.cli.forked import forked
 from zero_recipes.config.accelerate import FOLDER, launched_environment
 from zero_recipes.config.recipe import Recipe, RowLengths, derive_accumulation
 from zero_recipes.config.strategy import launched_ds_config
@@ -58,7 +59,7 @@ def tune(arguments: argparse.Namespace) -> int:
             raise refusal("ZR863", new=new)
         gpus = 0 if recipe.settings.use_cpu else torch.cuda.device_count()
         processes = arguments.num_processes or gpus or 2
-        capacity = torch.cuda.mem_get_info()[1] if gpus else Host().memory()[0] // processes
+        capacity = torch.cuda.get_device_properties(0).total_memory if gpus else Host().memory()[0] // processes
         field = candidates(recipe, processes, capacity, "gpu" if gpus else "cpu", arguments.strategies)
     folder = arguments.output_dir or Path("output") / f"{path.stem}-tune"
     inputs = list(inputs_of(recipe.settings, path, os.environ))
@@ -67,7 +68,7 @@ def tune(arguments: argparse.Namespace) -> int:
 
     def measure(run: sweep.SweepRun, steps: int, label: str) -> Row:
         started, words = time.monotonic(), [*overrides, *ONLY_MEASURED, f"--max_steps={steps}"]
-        place = (folder / run.name, label, processes, words, at_hand("run_sft.py"), console)
+        place = (folder / run.name, label, processes, words, at_hand("run_sft.py"), console, forked)
         return Row(run, steps, sweep.launched(path, run, *place)[0], time.monotonic() - started)
 
     rows = halved(field, measure, 60 * arguments.minutes, console)

@@ -120,14 +120,9 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    from zero_recipes.checkpoint.save import NotWhole
     from zero_recipes.checkpoint.verify import verify
 
-    try:
-        whole = verify(arguments.folder, arguments.deep, arguments.skip_checksums, arguments.trust_remote_code)
-    except NotWhole as error:
-        print(error, file=sys.stderr)
-        return 1
+    whole = verify(arguments.folder, arguments.deep, arguments.skip_checksums, arguments.trust_remote_code)
     found = "{tensors} tensors, {parameters:,} parameters, {bytes:,} bytes".format_map(whole)
     print(f"{arguments.folder}: complete, {found}")
     return 0
@@ -142,11 +137,7 @@ def push(arguments: argparse.Namespace) -> int:
         raise refusal("ZR901", folder=arguments.folder)
     with library_error_as_finding(f"creating {arguments.hub_model_id} on the hub"):
         repo = create_repo(arguments.hub_model_id, private=arguments.private or None, exist_ok=True).repo_id
-    try:
-        print(f"pushed: {card.push(arguments.folder, repo)}")
-    except card.NotPushed as error:
-        print(error, file=sys.stderr)
-        return 1
+    print(f"pushed: {card.push(arguments.folder, repo)}")
     return 0
 
 

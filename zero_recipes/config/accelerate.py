@@ -55,11 +55,9 @@ def read_accelerate_file(path: Path) -> "ClusterConfig":
     return config
 
 
-def launched_environment(
-    config_file: Path | None, num_processes: int | None, findings: list[Finding] | None = None
-) -> dict[str, str]:
+def launched_environment(config_file: Path | None, num_processes: int | None) -> dict[str, str]:
     """The variables that `accelerate launch` sets, by its own functions, and the number of processes. Raises Refusal
-    for a file that it does not take. `findings`: where those about the file are added."""
+    for a file that it does not take."""
     if config_file is None:
         return {} if num_processes in (None, 1) else {"WORLD_SIZE": str(num_processes)}
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -71,8 +69,6 @@ def launched_environment(
     options = ["--config_file", str(config_file), "--num_processes", str(count), "--main_process_port", "0"]
     with library_error_as_finding(f"launching with {config_file}"), quiet(), clear_environment():
         args = launch_command_parser().parse_args([*options, "run_sft.py"])
-        if findings is not None:
-            findings += _file_findings(config, config_file, vars(args))
         args, _, has_precision = _validate_launch_command(args)
         fields = [*config.deepspeed_config, *(["mixed_precision"] if has_precision else [])]
         args.deepspeed_fields_from_accelerate_config = ",".join(map(str, fields))
@@ -88,8 +84,11 @@ def launched_environment(
     return environment
 
 
-def _file_findings(config: "ClusterConfig", path: Path, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """What `accelerate launch`, which has these options, takes from a file without a word."""
+def file_findings(path: Path) -> Iterator[Finding]:
+    """What `accelerate launch` takes from a file without a word."""
+    from accelerate.commands.launch import launch_command_parser
+
+    config, options = read_accelerate_file(path), vars(launch_command_parser().parse_args(["run_sft.py"]))
     if unknown := sorted(str(key) for key in config.deepspeed_config if key not in options):
         yield finding("ZR343", path=path, unknown=", ".join(unknown))
     if config.num_machines > 1:
@@ -165,12 +164,10 @@ def launch_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {key: mapping[key] for key in LAUNCH_KEYS if mapping.get(key) is not None}
 
 
-def launched_as_named(
-    mapping: Mapping[str, Any], num_processes: int | None = None, findings: list[Finding] | None = None
-) -> dict[str, str]:
+def launched_as_named(mapping: Mapping[str, Any], num_processes: int | None = None) -> dict[str, str]:
     """`launched_environment` of the launch that a recipe names. `num_processes`: where the recipe names none.
     An accelerate_config is a file or the name of one of TRL's own (trl/cli/accelerate_config.py)."""
-    return launched_environment(file_named(mapping), launch_of(mapping).get("num_processes", num_processes), findings)
+    return launched_environment(file_named(mapping), launch_of(mapping).get("num_processes", num_processes))
 
 
 def file_named(mapping: Mapping[str, Any]) -> Path | None:

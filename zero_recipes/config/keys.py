@@ -4,59 +4,53 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import yaml
-
+from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, described, finding, ignored_codes, table
 
 # readers of the datasets library by the ends of a file's name
 FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 ENTRY_KEYS = ("weight", "dataset_format")  # of an entry of `datasets`, besides TRL's; its `columns` may be a mapping
 
-
-@cache
-def tables() -> dict[str, Any]:
-    """What keys.yaml holds."""
-    return yaml.safe_load(resources.files(__package__).joinpath("keys.yaml").read_text(encoding="utf-8"))
-
-
-def _key(name: str, default: Any) -> Any:
-    return field(default=default, metadata=tables()["own"][name])
+tables = partial(package_yaml, __package__, "keys.yaml")
 
 
 @dataclass
 class RecipeArguments:
     """The keys that TRL does not have. keys.yaml says what each means, for docs/recipe.md."""
 
-    dataset_format: str | None = _key("dataset_format", None)
-    columns: dict | str | None = _key("columns", None)  # noqa: RUF009
-    mixture_stopping_strategy: str = _key("mixture_stopping_strategy", "first_exhausted")
-    assistant_mask: str | None = _key("assistant_mask", None)
-    long_rows: str = _key("long_rows", "cut")
-    global_batch_size: int | None = _key("global_batch_size", None)
-    sample_prompts: str | None = _key("sample_prompts", None)
-    sample_max_new_tokens: int = _key("sample_max_new_tokens", 128)
-    sequence_parallel_size: int = _key("sequence_parallel_size", 1)
-    random_weights: bool = _key("random_weights", False)
-    allow_keys: list[str] | None = _key("allow_keys", None)  # noqa: RUF009
-    peft_config: dict | str | None = _key("peft_config", None)  # noqa: RUF009
-    loraplus_lr_ratio: float | None = _key("loraplus_lr_ratio", None)
-    save_model: bool = _key("save_model", True)
-    save_on_signal: bool = _key("save_on_signal", True)
-    stop_after_nonfinite_steps: int = _key("stop_after_nonfinite_steps", 3)
-    token_metrics: str = _key("token_metrics", "logging_steps")
-    supervised_logits_only: bool = _key("supervised_logits_only", False)
-    nvme_path: str | None = _key("nvme_path", None)
-    ignore: list[str] | None = _key("ignore", None)  # noqa: RUF009
-    overwrite: bool = _key("overwrite", False)
-    skip_checksums: bool = _key("skip_checksums", False)
-    trust_checkpoint: bool = _key("trust_checkpoint", False)
-    predict: bool = _key("predict", False)
-    skip_plan: bool = _key("skip_plan", False)
+    dataset_format: str | None = None
+    columns: dict | str | None = None
+    mixture_stopping_strategy: str = "first_exhausted"
+    assistant_mask: str | None = None
+    long_rows: str = "cut"
+    global_batch_size: int | None = None
+    sample_prompts: str | None = None
+    sample_max_new_tokens: int = 128
+    sequence_parallel_size: int = 1
+    random_weights: bool = False
+    allow_keys: list[str] | None = None
+    peft_config: dict | str | None = None
+    loraplus_lr_ratio: float | None = None
+    save_model: bool = True
+    save_on_signal: bool = True
+    stop_after_nonfinite_steps: int = 3
+    token_metrics: str = "logging_steps"
+    supervised_logits_only: bool = False
+    nvme_path: str | None = None
+    ignore: list[str] | None = None
+    overwrite: bool = False
+    skip_checksums: bool = False
+    trust_checkpoint: bool = False
+    predict: bool = False
+    skip_plan: bool = False
+
+
+for _own in dataclasses.fields(RecipeArguments):
+    _own.metadata = tables()["own"][_own.name]
 
 
 def dataclasses_of_a_recipe() -> tuple[type, ...]:
@@ -94,11 +88,9 @@ def key_choices() -> dict[str, list[str]]:
 UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_config"}
 
 
-def recipe_findings(
-    place: str, mapping: dict[str, Any], lines: dict[str, int], types: dict[str, Any], choices: dict[str, list[str]]
-) -> list[Finding]:
-    """All findings about one recipe. By key: `lines` in the file, `types` as hints, `choices`: the only values."""
-    found: list[Finding] = []
+def recipe_findings(place: str, mapping: dict[str, Any], lines: dict[str, int]) -> list[Finding]:
+    """All findings about one recipe. `lines`: in the file, by key."""
+    found, types, choices = [], key_types(), key_choices()
     for key in (key for key in mapping if key in types):
         where, value = f"{place}:{lines[key]}" if key in lines else place, mapping[key]
         here = [*value_findings(where, key, value, types[key])]

@@ -3,6 +3,7 @@
 `read_recipe_file` needs only PyYAML: the recipe's `env:` is in force before torch is imported; `parse_recipe` TRL.
 """
 
+import argparse
 import contextlib
 import copy
 import dataclasses
@@ -147,17 +148,12 @@ class Recipe:
 
 def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
     """(recipe, overrides). `--local_rank`, of the deepspeed launcher, goes to LOCAL_RANK; `--traceback` is dropped."""
-    rest, index = [], 0
-    while index < len(argv):
-        key, _, value = argv[index].partition("=")
-        if key in ("--local_rank", "--local-rank"):
-            if not value:
-                index += 1
-                value = argv[index]
-            os.environ.setdefault("LOCAL_RANK", value)
-        elif key != "--traceback":  # read where the run ends
-            rest.append(argv[index])
-        index += 1
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--local_rank", "--local-rank")
+    parser.add_argument("--traceback", action="store_true")  # read where the run ends
+    known, rest = parser.parse_known_args(argv)
+    if known.local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", known.local_rank)
     if not rest or rest[0].startswith("-"):
         found = f"the first argument is {rest[0]!r}" if rest else "no argument was given"
         raise refusal("ZR115", found=found, usage=USAGE)
@@ -170,7 +166,7 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     known = keys.key_types()
     lines = getattr(mapping, "lines", {})
     mapping = {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS}  # preflight compares them
-    raise_errors(keys.recipe_findings(str(path), mapping, lines, known, keys.key_choices()))
+    raise_errors(keys.recipe_findings(str(path), mapping, lines))
     file_values = {key: _as_text(value, known[key]) for key, value in mapping.items()}
     prompts = file_values.pop("sample_prompts", None)  # a list, a number or a path: argparse has one type per key
     parser.set_defaults_with_config(**file_values)
@@ -406,13 +402,13 @@ def settings_in_force(
 
 
 def refuse_uneven_gpus(strategy: "Strategy", device: str, environment: Mapping[str, str]) -> None:
-    """One plain process with several GPUs would become nn.DataParallel, which SFTTrainer does not take; more processes
-    than GPUs on a machine end in NCCL, which does not take two ranks on one device."""
+    """One process with several GPUs would become nn.DataParallel, under torchrun too (distributed/group.py), which
+    SFTTrainer refuses once the weights are loaded; DeepSpeed's does not. NCCL takes no two ranks on one device."""
     import torch
 
     here = local_world_size(environment, strategy.world_size)
     count = torch.cuda.device_count() if device == "cuda" else here
-    if strategy.world_size == 1 and "RANK" not in environment and count > 1:
+    if strategy.world_size == 1 and count > 1 and not ("RANK" in environment and strategy.is_deepspeed):
         raise refusal("ZR308", count=count)
     if here > count:
         raise refusal("ZR309", here=here, count=count)

@@ -104,11 +104,11 @@ def _in_force(
     named = settings.deepspeed
     if named is None:
         return launched, launched_from
-    config = read_json_mapping(named)
+    config, shown = read_json_mapping(named), "an inline mapping" if isinstance(named, dict) else str(named)
     if launched is None:
-        return config, _shown(named)
+        return config, shown
     if fill(config) != fill(launched):  # a resolved recipe has our own "auto" values filled in already
-        raise refusal("ZR201", shown=_shown(named), launched_from=launched_from)
+        raise refusal("ZR201", shown=shown, launched_from=launched_from)
     return config, launched_from
 
 
@@ -120,10 +120,6 @@ def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str
     if path.lower() in ("none", ""):
         return inline_ds_config(env, precision), "the accelerate file's deepspeed_config"
     return read_json_mapping(path), path
-
-
-def _shown(named: Any) -> str:
-    return "an inline mapping" if isinstance(named, dict) else str(named)
 
 
 def sequence_parallel_findings(settings: Settings, strategy, device: str, config) -> Iterator[Finding]:

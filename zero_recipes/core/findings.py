@@ -13,11 +13,9 @@ import traceback
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
 from typing import Any
 
-import yaml
-
+from zero_recipes.core.files import package_yaml
 from zero_recipes.core.process import rank, wait_for_rank_0
 
 FAILED, REFUSED, PREEMPTED = 1, 2, os.EX_TEMPFAIL  # exit codes; the last is 75
@@ -75,9 +73,7 @@ def shown(findings: Iterable[Finding], tracebacks: bool = False) -> str:
 @cache
 def table() -> dict[str, dict[str, Any]]:
     """{code: {"level", "what", "why", "fix"; some have "source", "ignore" and "example"}} of findings.yaml."""
-    text = resources.files(__package__).joinpath("findings.yaml").read_text(encoding="utf-8")
-    rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the one in C takes a tenth of the time
-    return {code: {"level": "error"} | row for code, row in rows.items()}
+    return {code: {"level": "error"} | row for code, row in package_yaml(__package__, "findings.yaml").items()}
 
 
 def finding(
@@ -186,7 +182,7 @@ def raise_errors(findings: list[Finding]) -> None:
         raise Refusal(findings)
 
 
-def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
+def print_ending(ending: Exception, tracebacks: bool = False) -> int:
     """Print why a run ends, each finding on the ranks of its scope alone. Returns the exit code of every rank.
 
     accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what is in
@@ -198,9 +194,10 @@ def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
         message, mine = str(ending), [finding for finding in ending.findings if prints[finding.scope]]
         texts = [shown(mine, tracebacks)] if mine else []
     else:
-        message = f"{ending.status}: {ending}"
-        texts = [message] if prints["run"] else []
-        texts += traceback.format_exception(ending) if tracebacks else []
+        is_known = isinstance(ending, RunFailed)
+        message = f"{ending.status if is_known else type(ending).__name__}: {ending}"
+        texts = [message] if is_known and prints["run"] else []
+        texts += ["".join(traceback.format_exception(ending))] if tracebacks or not is_known else []
     for text in texts:
         print(text, file=sys.stderr, flush=True)
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -209,4 +206,4 @@ def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     if rank() and not texts:
         wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
-    return REFUSED if isinstance(ending, Refusal) else ending.exit_code
+    return REFUSED if isinstance(ending, Refusal) else getattr(ending, "exit_code", FAILED)

@@ -44,7 +44,7 @@ class Host:
         """(bytes that processes here may still take, free swap included, and what sets that limit): the least of
         MemAvailable and the limits of the process's cgroup and of all above it."""
         found = [(self._meminfo("MemAvailable"), "MemAvailable in /proc/meminfo")]
-        limits = map(self._read, self._cgroup_files("memory.max"))
+        limits = map(self.read, self._cgroup_files("memory.max"))
         found += [(int(limit), "the cgroup's memory.max") for limit in limits if limit.isdigit()]
         limit, source = min(found)
         swap = self._meminfo("SwapFree")
@@ -52,13 +52,13 @@ class Host:
 
     def _meminfo(self, name: str) -> int:
         """Bytes; meminfo counts in KiB."""
-        found = re.search(rf"^{name}:\s*(\d+)", self._read("/proc/meminfo"), re.MULTILINE)
+        found = re.search(rf"^{name}:\s*(\d+)", self.read("/proc/meminfo"), re.MULTILINE)
         return int(found[1]) * 1024 if found else 0
 
     def cores(self) -> int:
         """Cores' worth of time that processes here may take: those they may run on, and the quotas of their cgroups. A
         rented pod shows all cores of its machine and a quota."""
-        quotas = [self._read(path).split() for path in self._cgroup_files("cpu.max")]
+        quotas = [self.read(path).split() for path in self._cgroup_files("cpu.max")]
         cores = [int(quota[0]) / int(quota[1]) for quota in quotas if quota and quota[0] != "max"]
         return max(1, int(min([len(os.sched_getaffinity(0)), *cores])))
 
@@ -68,22 +68,20 @@ class Host:
 
     def _cgroup_files(self, name: str) -> list[Path]:
         """A file of this process's cgroup (version 2) and of those above it; a container's own shows as the root."""
-        found = re.search(r"^0::(.*)", self._read("/proc/self/cgroup"), re.MULTILINE)
+        found = re.search(r"^0::(.*)", self.read("/proc/self/cgroup"), re.MULTILINE)
         folder = self.at("/sys/fs/cgroup" + (found[1] if found else ""))
         return [above / name for above in (folder, *folder.parents)]
 
     def free_disk(self, folder: str | Path) -> int:
         """Bytes that this user may still write where `folder` is, or will be made."""
         path = self.at(Path(folder).absolute())
-        while not path.exists():
-            path = path.parent
-        stat = self.statvfs(path)
+        stat = self.statvfs(next(above for above in (path, *path.parents) if above.exists()))
         return stat.f_bavail * stat.f_frsize
 
     def lockable(self) -> float:
         """Bytes that each process may lock in memory (mlock): RLIMIT_MEMLOCK; infinite with CAP_IPC_LOCK, mlock(2)."""
-        effective = re.search(r"^CapEff:\s*([0-9a-f]+)", self._read("/proc/self/status"), re.MULTILINE)
-        soft = re.search(r"^Max locked memory\s+(\d+)", self._read("/proc/self/limits"), re.MULTILINE)
+        effective = re.search(r"^CapEff:\s*([0-9a-f]+)", self.read("/proc/self/status"), re.MULTILINE)
+        soft = re.search(r"^Max locked memory\s+(\d+)", self.read("/proc/self/limits"), re.MULTILINE)
         if soft is None or (effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1):
             return math.inf
         return int(soft[1])
@@ -124,7 +122,7 @@ class Host:
                 found[ibdev.read_text().strip()] = True
         return found
 
-    def _read(self, path: str | Path) -> str:
+    def read(self, path: str | Path) -> str:
         """A file of the machine; empty where there is none."""
         try:
             return (self.at(path) if isinstance(path, str) else path).read_text().strip()
@@ -140,15 +138,15 @@ class Host:
 # hands out blocks that are too small (pytorch/pytorch#192722) and is never set here.
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first of them that is set
-PINNED_KEY = "pinned_max_cached_size_mb"
+PINNED_KEY, KNOWN_FROM = "pinned_max_cached_size_mb", [2, 13]  # torch 2.11: "Unrecognized key", once CUDA is used
 PINNED_LIMIT_MIB = 4  # a batch of a data loader stays below it, what DeepSpeed offloads above
 
 
 def limit_rounding(environment: MutableMapping[str, str]) -> None:
-    """Have torch, which is not imported yet, round no large pinned allocation; a limit of the user's own stays."""
+    """Have torch, not imported yet, round no large pinned allocation, if it knows the key; a user's own limit stays."""
     name = next((name for name in ALLOCATOR if environment.get(name)), ALLOCATOR[0])
-    own = environment.get(name, "")
-    if PINNED_KEY not in own:
+    own, release = environment.get(name, ""), metadata.version("torch").split(".")[:2]
+    if PINNED_KEY not in own and [int(number) for number in release] >= KNOWN_FROM:
         environment[name] = ",".join(filter(None, (own, f"{PINNED_KEY}:{PINNED_LIMIT_MIB}")))
 
 

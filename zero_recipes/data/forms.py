@@ -6,20 +6,20 @@ What TRL takes by itself (prompt and completion, messages, texts, token ids) sta
 
 import json
 from collections.abc import Callable, Mapping
-from functools import cache, partial
-from importlib import resources
+from functools import partial
 from typing import Any, NamedTuple
 
-import yaml
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.config.recipe import Settings
+from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import library_error_as_finding, refusal
 
 Rows = Dataset | IterableDataset
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
+tables = partial(package_yaml, __package__, "forms.yaml")
 
 
 class Form(NamedTuple):
@@ -28,12 +28,6 @@ class Form(NamedTuple):
     description: str
     convert: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     chat: bool = False  # turns, which a chat template writes
-
-
-@cache
-def tables() -> dict[str, Any]:
-    """What forms.yaml holds."""
-    return yaml.safe_load(resources.files(__package__).joinpath("forms.yaml").read_text(encoding="utf-8"))
 
 
 def alpaca_prompt(instruction: str, input: str = "") -> str:

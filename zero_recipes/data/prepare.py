@@ -4,7 +4,6 @@ SFTTrainer prepares its rows after it has a model; here its own code does it bef
 the result is kept beside the datasets library's cache. TRL's ranks take turns by collectives instead.
 """
 
-import contextlib
 import copy
 import hashlib
 import importlib.metadata
@@ -12,14 +11,15 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import datasets
 import numpy as np
 from datasets import Dataset
+from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.config import recipe as recipes
@@ -282,7 +282,8 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
     if settings.dataset_streaming or settings.streaming:
         return "the data is a stream"
     try:
-        with single_process_env(), _offline():
+        hub = patch.object(constants, "HF_HUB_OFFLINE", True)
+        with single_process_env(), hub, patch.object(datasets.config, "HF_HUB_OFFLINE", True):
             return _counted(settings, path)
     except Refusal as refusal:
         return refusal.what
@@ -315,16 +316,3 @@ def _of_prepared(ready: Dataset, source: str) -> RowLengths:
     packed = "seq_lengths" in ready.column_names  # TRL's bfd; "wrapped" makes rows of its own, all full
     lengths = np.concatenate(ready.with_format("numpy")["seq_lengths"][:]) if packed else audits.row_lengths(ready)
     return RowLengths(tuple(lengths.tolist()), len(ready), len(ready), source)
-
-
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """As if HF_HUB_OFFLINE were set."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before

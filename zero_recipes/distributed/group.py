@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,16 @@ _calls = itertools.count()  # every process counts the same calls
 
 @contextlib.contextmanager
 def session(run: RunConfig) -> Iterator[None]:
-    """The run's process group: ready before TrainingArguments, taken down together where the run is refused. A run that
-    went well ends it itself (Trainer.end); one that fails ends at once, and its launcher ends the others. A rank that
-    exits with a live gloo group can abort the others (exit code -6)."""
+    """The run's process group, ready before TrainingArguments. A run that went well ends it itself (Trainer.end). One
+    that is refused ends gloo's, or its exit can abort other ranks (exit code -6), but not NCCL's, which would wait for
+    ranks that are in a collective (pytorch/torchtitan#1342). The launcher of one that fails ends the other ranks."""
     ops = ops_of(run.strategy, run.device, run.settings)
     start_process_group(run.strategy, run.device, run.settings.ddp_timeout, ops)
     set_host_threads(run.strategy, run.device)
     try:
         yield
     except (Refusal, RunFailed):
-        if distributed.is_initialized():
+        if distributed.is_initialized() and run.device == "cpu":
             distributed.destroy_process_group()
         raise
 
@@ -103,12 +104,9 @@ def rendezvous(
     number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # as torch does (distributed/rendezvous.py `_create_c10d_store`): torchrun's agent keeps the store, else rank 0
     keeps = number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = _join(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), keeps, number, world_size, join_seconds
-        )
-    except NotJoined as error:
-        raise _apart(backend, f"waited {join_seconds:g} s for {world_size} ranks", str(error)) from error
+    waited = partial(_apart, backend, f"waited {join_seconds:g} s for {world_size} ranks")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = _join(address, port, keeps, number, world_size, join_seconds, waited)
     store.set_timeout(timeout)  # as init_process_group does with a store of its own
     what = "cannot exchange data with the other ranks"
     silent = _apart(backend, what, f"one number was not all-reduced within {exchange_seconds:g} s")
@@ -128,13 +126,11 @@ def rendezvous(
         timer.cancel()
 
 
-class NotJoined(Exception):
-    """Not all members came to the store in time; the message says who is missing."""
-
-
-def _join(address: str, port: int, keeps: bool, number: int, members: int, seconds: float) -> distributed.TCPStore:
-    """The store at that address, once all members have joined it. Raises NotJoined. Without torch's own wait for all,
-    which counts those who have come and does not know who is missing."""
+def _join(
+    address: str, port: int, keeps: bool, number: int, members: int, seconds: float, refused: Callable[[str], Refusal]
+) -> distributed.TCPStore:
+    """The store at that address, once all members have joined it. Raises what `refused` makes of those who are missing.
+    Without torch's own wait for all, which counts those who have come and does not know who is missing."""
     limit, keys = timedelta(seconds=seconds), [f"{JOINED}/{other}" for other in range(members)]
     try:
         store = distributed.TCPStore(
@@ -146,9 +142,9 @@ def _join(address: str, port: int, keeps: bool, number: int, members: int, secon
     except distributed.DistStoreError as error:
         missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        raise NotJoined(f"missing: {', '.join(missing[:8])}{more}") from error
+        raise refused(f"missing: {', '.join(missing[:8])}{more}") from error
     except RuntimeError as error:  # no such host, nobody listens, or it has ended
-        raise NotJoined(f"{address}:{port} cannot be reached: {first_line(error).rstrip('.')}") from error
+        raise refused(f"{address}:{port} cannot be reached: {first_line(error).rstrip('.')}") from error
 
 
 def wait_for_hosts(hosts: list[str], machine_rank: int, port: int, seconds: float) -> None:
@@ -159,13 +155,10 @@ def wait_for_hosts(hosts: list[str], machine_rank: int, port: int, seconds: floa
     ranks can help, for none runs. `hosts`: names or addresses under which the machines reach each other, by machine
     rank; the first one keeps the store.
     """
-    try:
-        store = _join(hosts[0], port, machine_rank == 0, machine_rank, len(hosts), seconds)
-    except NotJoined as error:
-        named = ", ".join(f"{other}: {host}" for other, host in enumerate(hosts))
-        raise refusal(
-            "ZR327", machine_rank=machine_rank, seconds=seconds, missing=error, hosts=named, first=hosts[0], port=port
-        ) from error
+    named = ", ".join(f"{other}: {host}" for other, host in enumerate(hosts))
+    about = {"machine_rank": machine_rank, "seconds": seconds, "hosts": named, "first": hosts[0], "port": port}
+    refused = lambda missing: refusal("ZR327", missing=missing, **about)  # noqa: E731
+    store = _join(hosts[0], port, machine_rank == 0, machine_rank, len(hosts), seconds, refused)
     _leave_together(store, len(hosts), "zero_recipes/hosts")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
@@ -41,12 +42,8 @@ def without_deepspeed_announcement() -> Iterator[None]:
     """
     from transformers.integrations import deepspeed
 
-    kept = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed._hf_deepspeed_config_weak_ref = None
-    try:
+    with patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None):
         yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = kept
 
 
 def count_tokens_with_loss(trainer: Trainer) -> None:
@@ -104,15 +101,10 @@ def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, trainin
         completion_only_loss={"prompt", "completion"} <= set(rows.column_names) if only is None else only,
         chat_template=template,
     )
-    turns = sft_trainer.global_then_local_main_first
-    sft_trainer.global_then_local_main_first = contextlib.nullcontext
-    try:
-        with environment_kept():
-            return sft_trainer.SFTTrainer._prepare_dataset(
-                stand_in, rows, tokenizer, training_args, packing, formatting_func=None, dataset_name="the"
-            )
-    finally:
-        sft_trainer.global_then_local_main_first = turns
+    with patch.object(sft_trainer, "global_then_local_main_first", contextlib.nullcontext), environment_kept():
+        return sft_trainer.SFTTrainer._prepare_dataset(
+            stand_in, rows, tokenizer, training_args, packing, formatting_func=None, dataset_name="the"
+        )
 
 
 @contextlib.contextmanager
@@ -120,13 +112,9 @@ def rows_are_cut(training_args) -> Iterator[None]:
     """SFTTrainer may be built here for padding-free batches of rows that are cut to max_length already. TRL 1.16
     (trainer/sft_trainer.py, `__init__`) refuses padding_free with a max_length: it "is not enforced". Here it is:
     data/prepare.py has TRL cut the rows before there is a trainer."""
-    kept = training_args.max_length
-    if training_args.padding_free and not training_args.packing and kept is not None:
-        training_args.max_length = None
-    try:
+    is_refused = training_args.padding_free and not training_args.packing
+    with patch.object(training_args, "max_length", None if is_refused else training_args.max_length):
         yield
-    finally:
-        training_args.max_length = kept
 
 
 # prefixes of the variables that launchers set

@@ -16,8 +16,7 @@ from zero_recipes.metrics import schema
 # messages about a peer that has ended, by gloo, NCCL, the store and Linux
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 ECHOES += ("gloo/transport", "NCCL error", "NCCL communicator was aborted", "DistNetworkError", "DistStoreError")
-ECHOES += ("Socket Timeout", "Timed out waiting", "which prepares the data of this machine")
-ECHOES += ("which plans the run",)
+ECHOES += ("Socket Timeout", "Timed out waiting", "which prepares the data of this machine", "which plans the run")
 
 
 class RankFailure(schema.Part):
@@ -39,12 +38,12 @@ def unfinished(name: str, strategy: str, **known: Any) -> schema.Metrics:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory was short, on the accelerator or on the host."""
+    """Whether an exception says that memory was short, on the accelerator (cuBLAS's own words too) or on the host."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return "out of memory" in str(error).lower() or "can't allocate memory" in str(error).lower()
+    return any(words in str(error).lower() for words in ("out of memory", "t allocate memory", "status_alloc_failed"))
 
 
 def write_failure(

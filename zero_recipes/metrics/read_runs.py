@@ -1,7 +1,9 @@
 """Folders of runs: every metrics.json with the samples.jsonl beside it, and what sweep.json says of them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import Field
@@ -27,6 +29,18 @@ class SampleRow(schema.Part):
     # (0 to 1) and perplexity (exp of the loss); empty without a reference
     scores_before: dict[str, float | None]
     scores_after: dict[str, float | None] = Field({})
+
+
+def mean_scores(samples: Sequence[SampleRow]) -> dict[str, tuple[float | None, float, int]]:
+    """{metric: (mean before, mean after, rows)}, of the rows scored both times; before is None without a base."""
+    has_base, means = any(sample.before is not None for sample in samples), {}
+    for name in dict.fromkeys(name for sample in samples for name in sample.scores_after):
+        pairs = [(sample.scores_before.get(name), sample.scores_after.get(name)) for sample in samples]
+        scored = [(b, a) for b, a in pairs if a is not None and (b is not None or not has_base)]
+        if scored:
+            before = fmean(b for b, _ in scored) if has_base else None
+            means[name] = before, fmean(a for _, a in scored), len(scored)
+    return means
 
 
 def question(prompt: str) -> str:

@@ -15,6 +15,7 @@ from zero_recipes.core.files import write_text
 from zero_recipes.core.host import library_versions
 
 FOLDER = Path(constants.HF_HOME, "zero-recipes", "plans")
+MOST_KEPT = 1000  # files of a folder
 
 
 @functools.cache
@@ -34,6 +35,13 @@ def cached(make: Callable[[], Any], *dependencies: Any) -> Any:
     with suppress(OSError, ValueError):  # missing, or incomplete
         return json.loads(path.read_text())
     text = json.dumps(make(), default=str)
+    keep(path, text)
+    return json.loads(text)
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a result for later programs, and delete the oldest beyond MOST_KEPT."""
     with suppress(OSError):  # a full or read-only disk costs the next program its time
         write_text(path, text)
-    return json.loads(text)
+        for old in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-MOST_KEPT]:
+            old.unlink()

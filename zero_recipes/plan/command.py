@@ -100,12 +100,14 @@ def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanReque
 
 def llama(parameters: float) -> tuple[dict, str]:
     """(config.json in Llama 2's proportions, heads of 128 and as many layers as heads; what it is, in words)."""
-    layers = lambda width: max(1, round((parameters - 2 * VOCABULARY * width) / (12 * width**2)))  # noqa: E731
-    total = lambda width: 2 * VOCABULARY * width + 12 * layers(width) * width**2  # noqa: E731
-    off = lambda width: (abs(total(width) / parameters - 1) > 0.05, abs(layers(width) - width / 128))  # noqa: E731
-    width = min(range(128, 2**20, 128), key=off)
-    depth, heads = layers(width), width // 128
+    shapes = []
+    for heads in range(1, 2**13):
+        width = 128 * heads
+        layers = max(1, round((parameters - 2 * VOCABULARY * width) / (12 * width**2)))
+        total = 2 * VOCABULARY * width + 12 * layers * width**2
+        shapes.append((abs(total / parameters - 1) > 0.05, abs(layers - heads), heads, layers, total))
+    *_, heads, layers, total = min(shapes)
     config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 131_072}
-    config |= {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads}
-    one, unit = (1e9, "B") if total(width) >= 1e9 else (1e6, "M")
-    return config | {"intermediate_size": 8 * width // 3}, f"a Llama of {count(total(width) / one)}{unit} parameters"
+    config |= {"hidden_size": 128 * heads, "num_hidden_layers": layers, "num_attention_heads": heads}
+    one, unit = (1e9, "B") if total >= 1e9 else (1e6, "M")
+    return config | {"intermediate_size": 1024 * heads // 3}, f"a Llama of {count(total / one)}{unit} parameters"

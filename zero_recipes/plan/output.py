@@ -267,19 +267,17 @@ def short_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
     if any(row.limits for row in answer.rows):
         limit = lambda named, key: f"{getattr(named[1].limits, key):,}" if named[1].limits else ""  # noqa: E731
         columns.append(Column("Largest\nmicro batch", lambda named: limit(named, "micro_batch_size")))
-        return named, [*columns, Column("Longest\nsequences", lambda named: limit(named, "max_length"))]
+        columns.append(Column("Longest\nsequences", lambda named: limit(named, "max_length")))
+        return named, columns
     columns.append(Column("Step", lambda named: _between(named[1].speed.step_seconds, in_seconds)))
     if answer.price is None:
-        return named, [
-            *columns,
-            Column(
-                "Tokens/s\nabout",
-                lambda named: count(float(f"{named[1].speed.tokens_per_step / named[1].speed.middle:.3g}")),
-            ),
-        ]
-    what, key = _priced(answer)
-    paid = lambda named: _between(getattr(answer.cost(named[1]), key), money)  # noqa: E731
-    return named, [*columns, Column(f"Price of\n{what}", paid)]
+        rate = lambda speed: count(float(f"{speed.tokens_per_step / speed.middle:.3g}"))  # noqa: E731
+        columns.append(Column("Tokens/s\nabout", lambda named: rate(named[1].speed)))
+    else:
+        what, key = _priced(answer)
+        paid = lambda named: _between(getattr(answer.cost(named[1]), key), money)  # noqa: E731
+        columns.append(Column(f"Price of\n{what}", paid))
+    return named, columns
 
 
 def print_answer(answer: Answer, console: Console, verbose: bool = False) -> None:
@@ -309,9 +307,8 @@ def write_answer(answer: Answer, folder: Path) -> None:
     write_json(folder / "plan.json", document(answer))
     with (folder / "plan.txt").open("w") as file:
         print_answer(answer, Console(file=file, width=WIDTH), verbose=True)
-    ends = [tuple(dict(row.prediction.reserved_bytes).values()) for row in answer.advice.rows]
-    rows = zip(answer.advice.rows, ends, strict=True)
-    bars = [plots.Bar(row.job.strategy, row.prediction.at_peak, reserved=reserved) for row, reserved in rows]
+    plans = [(row.job.strategy, row.prediction) for row in answer.advice.rows]
+    bars = [plots.Bar(name, plan.at_peak, reserved=plan.reserved_bytes) for name, plan in plans]
     plots.draw_memory(
         bars,
         "Planned memory",

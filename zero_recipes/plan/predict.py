@@ -2,16 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
-from zero_recipes.core.files import write_text
 from zero_recipes.metrics.schema import Prediction
-from zero_recipes.plan.cache import FOLDER, versions
+from zero_recipes.plan.cache import FOLDER, keep, versions
 from zero_recipes.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.simulator import parent as simulation
@@ -63,8 +61,7 @@ class Predictor:
                 self._known[key] = by_formulas(job, reason)
                 continue
             self._known[key] = found
-            with suppress(OSError):  # a full or read-only disk costs the next program its time, and no run its training
-                write_text(self.folder / f"{key}.json", found.model_dump_json())
+            keep(self.folder / f"{key}.json", found.model_dump_json())
 
 
 def by_formulas(job: Job, reason: str | None) -> Prediction:

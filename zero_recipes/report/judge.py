@@ -7,11 +7,10 @@ gets the verdict "cannot tell" and the reason.
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean
 from typing import Literal, NamedTuple
 
 from zero_recipes.core import units
-from zero_recipes.metrics.read_runs import MeasuredRun, SampleRow
+from zero_recipes.metrics.read_runs import MeasuredRun, mean_scores
 from zero_recipes.metrics.schema import ORDER
 from zero_recipes.report import read
 from zero_recipes.report.read import texts
@@ -92,17 +91,6 @@ def sampled_run(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
     """The run whose answers are shown: a full run where there is one, otherwise the last that has samples."""
     with_samples = [run for run in runs if run.samples]
     return (read.single_runs(with_samples) or with_samples or [None])[-1]
-
-
-def mean_scores(samples: Sequence[SampleRow]) -> dict[str, tuple[float, float]]:
-    """For each metric its mean before and after, over the prompts scored both times."""
-    means = {}
-    for name in dict.fromkeys(name for sample in samples for name in sample.scores_before):
-        pairs = [(sample.scores_before.get(name), sample.scores_after.get(name)) for sample in samples]
-        both = [pair for pair in pairs if None not in pair]
-        if both:
-            means[name] = (fmean(before for before, _ in both), fmean(after for _, after in both))
-    return means
 
 
 def _finished(runs: Sequence[MeasuredRun]) -> Answer:
@@ -224,7 +212,7 @@ def _answers(runs: Sequence[MeasuredRun]) -> Answer:
         return "cannot tell", "No run has answers from before and after training."
     means = mean_scores(answered)
     changed = sum(sample.before != sample.after for sample in answered)
-    listed = "; ".join(f"{name} {before:.3f} to {after:.3f}" for name, (before, after) in means.items())
+    listed = "; ".join(f"{name} {before:.3f} to {after:.3f}" for name, (before, after, _) in means.items())
     measured = f"{run.label}: mean {listed or 'scores missing'}. {changed} of {len(answered)} answers changed."
     signs = {name: -1 if name in LOWER_IS_BETTER else 1 for name in JUDGED_SCORES if name in means}
     gains = [sign * (means[name][1] - means[name][0]) for name, sign in signs.items()]

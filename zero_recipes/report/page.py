@@ -16,10 +16,10 @@ from zero_recipes.core import units
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import Column, plain, print_columns, terminal
-from zero_recipes.metrics.read_runs import MeasuredRun, question, read_runs
+from zero_recipes.metrics.read_runs import MeasuredRun, mean_scores, question, read_runs
 from zero_recipes.metrics.schema import ContractError
 from zero_recipes.report import plots, read
-from zero_recipes.report.judge import SAME_RUN, Judgement, bottom_line, judge_runs, mean_scores, sampled_run
+from zero_recipes.report.judge import SAME_RUN, Judgement, bottom_line, judge_runs, sampled_run
 
 VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
 PLANNED = ("run", "planned by", "states planned", "measured", "apart", "peak planned", "measured", "apart")

@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from zero_recipes.core import units
 from zero_recipes.metrics.read_runs import MeasuredRun, draw_losses
+from zero_recipes.metrics.schema import ReservedRange
 from zero_recipes.report import read
 
 BARS_INCHES, LOSS_INCHES = (8.0, 4.8), (8.0, 6.0)
 DPI = 150
-INK, FAINT, PALE, ALARM = "#24292f", "#d8dce1", "#57606a", "#b3261e"
+INK, PALE, ALARM = "#24292f", "#57606a", "#b3261e"
 STYLE = Path(__file__).with_name("style.mplstyle")
 STRATEGIES = {"ddp": "#7a7a7a", "zero0": "#cc4b58", "zero1": "#e0a030", "zero2": "#2a9d8f", "zero3": "#33608c"}
 OTHERS = ("#8e5ea2", "#a0642e", "#7fa653", "#c77cb0", "#4f4f87")
@@ -48,13 +49,13 @@ class Bar:
     parts: Mapping[str, int]  # of MEMORY, from the bottom to the top
     peak: int | None = None  # measured; outlined beside the stack
     textbook: float | None = None  # a mark across the stack
-    reserved: tuple[int, int] | None = None  # a line from low to high
+    reserved: ReservedRange | None = None  # a line from low to high
     absent: str = ""  # why there are no parts
 
     @property
     def top(self) -> float:
         """Of the stack and of what is drawn over it."""
-        return max(sum(self.parts.values()), self.textbook or 0, self.reserved[1] if self.reserved else 0)
+        return max(sum(self.parts.values()), self.textbook or 0, self.reserved.high if self.reserved else 0)
 
 
 def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
@@ -68,9 +69,8 @@ def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path
         drawn["loss"] = _draw_losses(compared, setting, folder / "loss.png")
     if planned := [run for run in compared if read.planned_peak(run) and run.predicted.at_peak]:
         memory = list(filter(None, [(run.hardware or {}).get("gpu_memory_bytes") for run in planned]))
-        ends = [tuple(dict(run.predicted.reserved_bytes).values()) for run in planned]
-        known = zip(planned, ends, strict=True)
-        bars = [Bar(run.label, run.predicted.at_peak, run.peak("allocated"), reserved=end) for run, end in known]
+        plans = [(run, run.predicted) for run in planned]
+        bars = [Bar(run.label, p.at_peak, run.peak("allocated"), reserved=p.reserved_bytes) for run, p in plans]
         capacity = min(memory, default=None)
         title, path = "Planned memory, and the measured peak", folder / "plan.png"
         drawn["plan"] = draw_memory(bars, title, setting, path, capacity)
@@ -101,30 +101,36 @@ def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capac
     with _figure(path, BARS_INCHES) as figure:
         axes = _titled(figure.subplots(), title, setting)
         axes.set(ylabel=f"memory of the fullest rank in {unit}", ylim=(0, 1.12 * highest / one or 1))
-        for place, bar in enumerate(bars):
-            left = place - shift if bar.peak else place
-            bottom = 0.0
-            for part, size in bar.parts.items():
-                looks = {"color": MEMORY.get(part, FAINT), "edgecolor": "white", "linewidth": 0.6}
-                axes.bar(left, size / one, width, bottom, **looks)
-                bottom += size / one
+        legend: dict[str, Any] = {}
+        lefts, bottoms = [place - shift if bar.peak else place for place, bar in enumerate(bars)], np.zeros(len(bars))
+        for part, colour in MEMORY.items():
+            sizes = np.array([bar.parts.get(part, 0) / one for bar in bars])
+            if sizes.any():
+                looks = {"color": colour, "edgecolor": "white", "linewidth": 0.6}
+                legend[LABELS.get(part, part)] = axes.bar(lefts, sizes, width, bottoms, **looks)
+                bottoms += sizes
+        for place, (left, bar) in enumerate(zip(lefts, bars, strict=True)):
             if bar.textbook:
                 outline = [withStroke(linewidth=4.5, foreground="white")]
-                axes.hlines(bar.textbook / one, left - width / 2, left + width / 2, INK, lw=2, path_effects=outline)
+                ends = (left - width / 2, left + width / 2)
+                legend["textbook total"] = axes.hlines(bar.textbook / one, *ends, INK, lw=2, path_effects=outline)
             if bar.reserved:
-                axes.vlines(left, *(end / one for end in bar.reserved), INK, lw=1.3)
-                axes.hlines(bar.reserved[1] / one, left - 0.09, left + 0.09, INK, lw=1.3)
+                low, high = bar.reserved.low / one, bar.reserved.high / one
+                legend["up to, with allocator, CUDA, NCCL"] = axes.vlines(left, low, high, INK, lw=1.3)
+                axes.hlines(high, left - 0.09, left + 0.09, INK, lw=1.3)
             if bar.absent:
                 _say(axes, place, bar.absent)
             else:
                 _above(axes, left, bar.top / one, written(sum(bar.parts.values())), len(bars))
             if bar.peak:
-                axes.bar(place + shift, bar.peak / one, width - 0.04, fill=False, edgecolor=INK, linewidth=1.1)
+                looks = {"fill": False, "edgecolor": INK, "linewidth": 1.1}
+                legend["measured peak"] = axes.bar(place + shift, bar.peak / one, width - 0.04, **looks)
                 _above(axes, place + shift, bar.peak / one, written(bar.peak), len(bars))
         if capacity is not None:
-            axes.axhline(capacity / one, color=ALARM, lw=1.6)
+            line = axes.axhline(capacity / one, color=ALARM, lw=1.6)
+            legend[f"the GPU's memory, {units.size(capacity)}"] = line
         _names_below(axes, [bar.name for bar in bars], highest)
-        figure.legend(handles=_memory_legend(bars, capacity), loc="outside lower center", ncols=3)
+        figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3)
     return path
 
 
@@ -134,21 +140,6 @@ def _state_bar(run: MeasuredRun) -> Bar:
     parts = {part: getattr(rank, part) or 0 for part in STATES} if rank else {}
     absent = "" if rank else ABSENT.get(run.status, run.status)
     return Bar(_label(run), parts, run.peak("allocated"), read.textbook(run), absent=absent)
-
-
-def _memory_legend(bars: Sequence[Bar], capacity: int | None) -> list[Any]:
-    """The parts that some bar has, then what the lines are."""
-    parts = [part for part in MEMORY if any(bar.parts.get(part) for bar in bars)]
-    handles: list[Any] = [Patch(color=MEMORY[part], label=LABELS.get(part, part)) for part in parts]
-    if any(bar.peak for bar in bars):
-        handles.append(Patch(fill=False, edgecolor=INK, linewidth=1.1, label="measured peak"))
-    if any(bar.textbook for bar in bars):
-        handles.append(Line2D([], [], color=INK, lw=2, label="textbook total"))
-    if any(bar.reserved for bar in bars):
-        handles.append(Line2D([], [], color=INK, lw=1.3, label="up to, with allocator, CUDA, NCCL"))
-    if capacity is not None:
-        handles.append(Line2D([], [], color=ALARM, lw=1.6, label=f"the GPU's memory, {units.size(capacity)}"))
-    return handles
 
 
 def _draw_throughput(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:

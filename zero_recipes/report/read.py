@@ -4,13 +4,11 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from importlib import resources
+from functools import partial
 from typing import Any, NamedTuple
 
-import yaml
-
 from zero_recipes.core import units
+from zero_recipes.core.files import package_yaml
 from zero_recipes.core.tables import Column, Row, markdown_columns
 from zero_recipes.metrics.read_runs import EVALUATED, MeasuredRun, TaskScore
 from zero_recipes.metrics.schema import ORDER
@@ -170,11 +168,7 @@ WRITTEN: dict[str, Callable[[Any], str]] = {
     "loss": lambda value: units.fixed(value, 4),
 }
 
-
-@cache
-def texts() -> dict[str, Any]:
-    """texts.yaml."""
-    return yaml.safe_load(resources.files(__package__).joinpath("texts.yaml").read_text(encoding="utf-8"))
+texts = partial(package_yaml, __package__, "texts.yaml")
 
 
 class Table(NamedTuple):

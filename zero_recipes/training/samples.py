@@ -3,22 +3,22 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from torch.nn.functional import cross_entropy
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from zero_recipes.core.files import strict_json, write_text
 from zero_recipes.core.tables import plain, print_texts, terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.libs import fsdp
 from zero_recipes.libs.deepspeed import forget_trace_of_generation
-from zero_recipes.metrics.read_runs import SampleRow, question, short
+from zero_recipes.metrics.read_runs import SampleRow, mean_scores, question, short
 
 
 @dataclass
@@ -37,16 +37,15 @@ def generate_texts(
     stage 3, FSDP): transformers keeps the ranks together then."""
     room, max_new_tokens = places(model, max_new_tokens)
     rows = [(prompt_ids(tokenizer, sample) or _start(tokenizer))[-room:] for sample in samples]
-    ids, mask = _padded(rows, tokenizer.pad_token_id, "left")
+    inputs = _padded(tokenizer, rows, "left").to(device)
     answered = model.generate(
-        input_ids=ids.to(device),
-        attention_mask=mask.to(device),
+        **inputs,
         max_new_tokens=max_new_tokens,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id,
-        synced_gpus=None,  # transformers turns it on where ranks must move together (ZeRO stage 3, FSDP)
     )
-    return [text.strip() for text in tokenizer.batch_decode(answered[:, ids.shape[1] :], skip_special_tokens=True)]
+    new = answered[:, inputs["input_ids"].shape[1] :]
+    return [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
 
 
 @torch.no_grad()
@@ -55,16 +54,13 @@ def reference_losses(
 ) -> list[float | None]:
     """Mean negative log-likelihood per reference token, in nats; None where a row has none. A forward pass runs even
     where no row has any, for the other ranks need it under stage 3."""
-    ids, mask = _padded([sample.ids or _start(tokenizer) for sample in samples], tokenizer.pad_token_id, "right")
-    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
-    losses: list[float | None] = []
-    for sample, line in zip(samples, logits, strict=True):
-        target = torch.tensor(sample.labels[1:], device=device)  # a row's first token is never predicted
-        if (target != -100).any():
-            losses.append(torch.nn.functional.cross_entropy(line[: len(target)].float(), target).item())
-        else:
-            losses.append(None)
-    return losses
+    inputs = _padded(tokenizer, [list(sample.ids) or _start(tokenizer) for sample in samples], "right")
+    logits = model(**inputs.to(device), use_cache=False).logits
+    targets = [torch.tensor(sample.labels[1:], device=device) for sample in samples]  # the first is never predicted
+    return [
+        cross_entropy(line[: len(target)].float(), target).item() if (target != -100).any() else None
+        for line, target in zip(logits, targets, strict=True)
+    ]
 
 
 def places(model: PreTrainedModel, max_new_tokens: int) -> tuple[int, int]:
@@ -92,13 +88,9 @@ def _start(tokenizer) -> list[int]:
     return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
 
 
-def _padded(rows: Sequence[Sequence[int]], pad: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, mask), both (rows, longest row)."""
-    ids = [torch.tensor(row) for row in rows]
-    return (
-        pad_sequence(ids, batch_first=True, padding_value=pad, padding_side=side),
-        pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side=side),
-    )
+def _padded(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]], side: str) -> BatchEncoding:
+    """input_ids and attention_mask, both (rows, longest row)."""
+    return tokenizer.pad({"input_ids": rows}, padding_side=side, return_attention_mask=True, return_tensors="pt")
 
 
 def answer(
@@ -197,11 +189,6 @@ def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
     columns = {name: texts for name, texts in columns.items() if any(text is not None for text in texts)}
     texts = [[*map(short, row)] for row in zip(*columns.values(), strict=True)]
     print_texts(f"Before and after ({len(texts)} of {len(rows)} prompts, {source})", tuple(columns), texts, console)
-    for name in next((row.scores_after for row in rows if row.scores_after), {}):
-        sides = {"before": [row.scores_before.get(name) for row in rows if row.before is not None]}
-        sides["after"] = [row.scores_after.get(name) for row in rows]
-        pairs = [pair for pair in zip(*filter(None, sides.values()), strict=True) if None not in pair]
-        if pairs:
-            means = zip((side for side, values in sides.items() if values), zip(*pairs, strict=True), strict=True)
-            line = "  ".join(f"{sum(values) / len(pairs):8.3f} {side}" for side, values in means)
-            console.print(plain(f"  {name:15s} {line}  ({len(pairs)} rows)"), soft_wrap=True)
+    for name, (before, after, count) in mean_scores(rows).items():
+        line = "" if before is None else f"{before:#8.4g} before  "
+        console.print(plain(f"  {name:15s} {line}{after:#8.4g} after  ({count} rows)"), soft_wrap=True)

@@ -1,11 +1,10 @@
 """Counts the storages that live while a program runs under fake tensors: how much, of what part, at which operator."""
 
-import contextlib
 import functools
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
@@ -92,7 +91,7 @@ class LiveStorages:
         self.device, self.block = device, block
         self.live, self.phase = 0, "build"
         self.parts = dict.fromkeys(PARTS, 0)
-        self.is_pinned = False
+        self.is_pinned = False  # whether what is made now is page-locked memory of the host
         self._known: dict[int, list] = {}  # storage: [bytes, part, its weak reference]
         self.forget_peaks()
 
@@ -106,15 +105,6 @@ class LiveStorages:
         """Name what comes now: "forward", "backward", "step", "between", "evaluation" or "best model"."""
         self.phase = phase
         self._look()
-
-    @contextlib.contextmanager
-    def pinning(self) -> Iterator[None]:
-        """What is made within is page-locked memory of the host."""
-        self.is_pinned = True
-        try:
-            yield
-        finally:
-            self.is_pinned = False
 
     def assign(self, tensors: Iterable[torch.Tensor], part: str) -> None:
         """Say of which part these tensors' storages are."""

@@ -10,8 +10,10 @@ import os
 import sys
 import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
+from unittest.mock import patch
 
 import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer  # every engine does, and with it torch's compiler
@@ -115,7 +117,7 @@ def train_two_steps(job: Job, folder: str) -> dict:
     host = LiveStorages("cpu")
     in_one = training_args.packing or training_args.padding_free
     full_rows = training_args.per_device_train_batch_size == 1 or in_one
-    patches.replace_parts_of_libraries(on_gpu, full_rows, in_one, host.pinning)
+    patches.replace_parts_of_libraries(on_gpu, full_rows, in_one, partial(patch.object, host, "is_pinned", True))
     casts = job.zero.autocast or job.settings.precision  # without DeepSpeed, or by its torch_autocast
     if on_gpu and casts != "fp32":
         patches.set_up_autocast(torch.bfloat16 if casts == "bf16" else torch.float16)
