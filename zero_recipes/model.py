@@ -183,13 +183,14 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
                 p.copy_(torch.empty(p.shape).normal_(0.0, deviation, generator=generator))
 
 
-def sizes_of(settings: Settings) -> list[int] | None:
-    """Elements of each tensor of a run's model; None where it cannot be found or built, which is refused elsewhere."""
+def size_of(settings: Settings) -> tuple[int, int] | None:
+    """(hidden size, elements of the largest tensor) of a run's model; None without it, which is refused elsewhere."""
     try:
-        model = built_or_none(load_config(settings), settings.trust_remote_code)
+        config = load_config(settings)
     except Refusal:
         return None
-    return None if model is None else [p.numel() for p in model.parameters()]
+    text, model = config.get_text_config(), built_or_none(config, settings.trust_remote_code)
+    return None if model is None else (getattr(text, "hidden_size", 0), max(p.numel() for p in model.parameters()))
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:

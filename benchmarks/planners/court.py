@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parent
 BLIND = FOLDER / "blind"  # rows that were written down before any was predicted
 ROOT = FOLDER.parents[1]
 UNITS = {"B": 1, "GB": 10**9, "GiB": 2**30, "MiB": 2**20}
+BUCKET = 50_000_000  # elements, of rows that name no other size
 HEAD, KEPT = "loss_head_of_row", "keeps_inputs_of_row"  # in a job's model config, where model classes ignore them
 Row = dict[str, Any]  # a row's keys: rows.yaml, times.yaml
 
@@ -56,7 +57,10 @@ def job_of_row(row: Row) -> Job:
     if row["strategy"] not in ("single", "fsdp2"):
         ds_config = plan_job.read_strategies(recipe, [row["strategy"]], ROOT / "accelerate_configs")[row["strategy"]]
     if ds_config is not None:
-        ds_config = ds_config | {"zero_optimization": ds_config["zero_optimization"] | row.get("ds", {})}
+        ds_config.pop("bucket_sizes", None)  # theirs are not ours
+        zero = ds_config["zero_optimization"]
+        buckets = {key: BUCKET for key, value in zero.items() if value == "auto" and "bucket" in key}
+        ds_config = ds_config | {"zero_optimization": zero | buckets | row.get("ds", {})}
     own = yaml.safe_load((FOLDER / "models.yaml").read_text())
     config = own.get(row["model"]) or plan_job.known_models()[row["model"]]["config"]
     config = config | {HEAD: row.get("head", "fused")} | ({KEPT: True} if row.get("keeps_inputs") else {})

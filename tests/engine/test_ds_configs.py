@@ -18,6 +18,8 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.model import load_config
 from zero_recipes.plan.job import known_models
 
+BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
+
 
 @pytest.mark.parametrize(
     "stage, keys",
@@ -58,6 +60,13 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
     again = two.run("train", argv=[str(resolved), "--output_dir", str(tmp_path / "p")])[0]
     first = json.loads((tmp_path / "o" / "metrics.json").read_text())
     assert again["stage"] == stage and again["metrics"]["loss_history"] == first["loss_history"]
+    sized = {key: 6_250_000 for key in BUCKETS if key in config["zero_optimization"]}
+    assert len(sized) == stage - 1 and sized.items() <= real["zero_optimization"].items()  # a small model's on CPUs
+    config["zero_optimization"] |= dict.fromkeys(sized, 50_000)  # smaller than the model
+    config.pop("bucket_sizes")
+    small = ["--deepspeed", json.dumps(config), "--output_dir", str(tmp_path / "q")]
+    losses = two.run("train", argv=[str(path), *small])[0]["metrics"]["loss_history"]
+    assert losses == pytest.approx(first["loss_history"], rel=1e-6)
 
 
 # accelerate files in the form of those that TRL ships and `accelerate config` writes: (text, strategy, processes)

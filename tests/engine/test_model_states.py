@@ -10,8 +10,8 @@ from tests.helpers.state_terms import AUTOCAST, BF16_STATES, model_state_terms
 from tests.helpers.tiny import arguments, write_recipe
 from zero_recipes.libs.deepspeed import STATE_PARTS
 
-BUCKET = 50_000_000  # elements: reduce_bucket_size of ds_configs/
-SMALL = 64 * 64  # smaller than some tensors: "auto", the square of the hidden size (tests/helpers/tiny.py)
+BUCKET = 6_250_000  # elements: reduce_bucket_size of a small model on CPUs
+SMALL = 64 * 64  # smaller than some tensors
 ENGINES = {
     "ddp": "DistributedDataParallel",
     "zero0": "FP16_UnfusedOptimizer",
@@ -57,7 +57,7 @@ ALIKE = {"bf16_states": ("zero2", 0, 2e-2), "autocast": ("ddp", 2e-6, 3e-4)}
 def with_mode(stage: int, bf16: dict, more: dict) -> str:
     """The shipped ds_config of a stage with small buckets and what a mode adds, as the command line takes it."""
     config = json.loads(Path(f"ds_configs/zero{stage}.json").read_text()) | more
-    config["zero_optimization"]["reduce_bucket_size"] = "auto"
+    config["zero_optimization"]["reduce_bucket_size"] = SMALL
     return json.dumps(config | {"bf16": config["bf16"] | bf16})
 
 

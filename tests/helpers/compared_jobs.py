@@ -28,4 +28,4 @@ def job_of(path: Path, model: Path, strategy: str, ranks: int = 2) -> Job:
         None if strategy == "single" else json.loads((tiny.ROOT / "ds_configs" / f"{strategy}.json").read_text())
     )
     config = json.loads((model / "config.json").read_text())
-    return Job(str(model), config, Settings(plain), strategy, ds_config, ranks, ranks, "cpu")
+    return Job(str(model), config, Settings(plain), strategy, None, ranks, ranks, "cpu").under(strategy, ds_config)

@@ -128,11 +128,12 @@ def findings_in(path: Path, changes: dict, environment: Mapping[str, str] | None
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config import strategy as strategies
     from zero_recipes.config.recipe import settings_in_force
-    from zero_recipes.model import load_config, sizes_of
+    from zero_recipes.model import load_config, size_of
 
     environment = environment or TWO
     recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path) | changes, [])
-    strategy = strategies.resolve_strategy(recipe.settings, environment, sizes_of)
+    placed = recipe.settings.replace(use_cpu=device == "cpu")
+    strategy = strategies.resolve_strategy(placed, environment, size_of)
     settings, _ = settings_in_force(recipe, strategy, device, None)
     run = Candidate(settings, strategy, device, environment, load_config(settings))
     return [*rule_findings(run), *deepspeed_findings(run)]
@@ -208,6 +209,7 @@ PISSA = {"peft_config": {"init_lora_weights": "pissa_niter_4"}}
 FOUR, EIGHT = {"load_in_4bit": True, **PEFT}, {"load_in_8bit": True, **PEFT}
 ON_CPU = {"offload_optimizer": {"device": "cpu"}}
 NVME = {"device": "nvme", "nvme_path": str(ROOT)}
+TAKEN = {"bucket_sizes": None}  # as transformers fills in "auto"
 NO_PREFETCH = {"stage3_prefetch_bucket_size": 0}
 MASTERS = {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}
 STATES = {"bf16": MASTERS["bf16"] | {"bf16_optimizer_states": True}}
@@ -309,8 +311,10 @@ FAULTS = [
          zero(3, leaf_module={"classes": ["GPTNeoXMLP"]}), "leaf_module", "warning"),
     keys("bf16 masters at a small learning rate", "ZR294", zero(2, STATES) | {"bf16": True, "learning_rate": 2e-5},
          zero(2, STATES) | {"bf16": True, "learning_rate": 5e-4}, level="warning"),
-    keys("small buckets", "ZR860", zero(2, reduce_bucket_size="auto"), zero(2), "4,096 elements", "warning"),
-    keys("small prefetches", "ZR860", zero(3, stage3_prefetch_bucket_size="auto"), zero(3), "3,686", "warning"),
+    keys("small buckets", "ZR860", zero(2, TAKEN, reduce_bucket_size="auto"), zero(2), "4,096 elements", "warning"),
+    keys("small prefetches", "ZR860", zero(3, TAKEN, reduce_bucket_size=5e7), zero(3), "3,686", "warning"),
+    keys("a rule of no kind for buckets", "ZR220", zero(2, {"bucket_sizes": "big"}, reduce_bucket_size=5e7), zero(2),
+         "bucket_sizes", "warning"),
     keys("hpZ with one group", "ZR224", zero(3, zero_hpz_partition_size=8), zero(3), level="warning"),
     keys("qwZ at stage 2", "ZR226", zero(2, zero_quantized_weights=True), zero(2), "zero_quantized_weights at stage 2"),
     keys("qgZ on one node", "ZR226", zero(3, zero_quantized_gradients=True), zero(3), level="warning"),

@@ -19,7 +19,7 @@ from zero_recipes.cli.sweep import all_strategies
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
-from zero_recipes.plan import command, formulas
+from zero_recipes.plan import command, shape
 from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import EVERY, model_config, read_recipe, read_strategies
 from zero_recipes.plan.predict import Predictor
@@ -69,7 +69,7 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
     assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
     verbose = (tmp_path / "plan" / "plan.txt").read_text()
-    assert "+18.1 GB" in verbose and verbose.count(" are in the range, ") == 1
+    assert "+17.8 GB" in verbose and verbose.count(" are in the range, ") == 1
     assert "zero0: the cheapest change that fits: zero3" in verbose
 
 
@@ -108,14 +108,14 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
     (path := tmp_path / "recipe.yaml").write_text((ROOT / RECIPE).read_text())
 
     def made(*overrides: str) -> tuple:
-        formulas._shape.cache_clear()
+        shape._shape.cache_clear()
         found = read_recipe(path, overrides)
-        return found, vars(formulas.shape_of(model_config(found.settings), found.settings))
+        return found, vars(shape.shape_of(model_config(found.settings), found.settings))
 
     ways = ([], ["--use_peft", "true"])
     first = [made(*way) for way in ways]
     with monkeypatch.context() as without:
-        for name in ("zero_recipes.config.recipe.parse_recipe", "zero_recipes.plan.formulas.of_model"):
+        for name in ("zero_recipes.config.recipe.parse_recipe", "zero_recipes.plan.shape.of_model"):
             without.setattr(name, None)
         assert [made(*way) for way in ways] == first and first[0] != first[1]
     assert first[0][0] == recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
@@ -132,13 +132,13 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
 def test_the_llama_of_a_size_is_the_one_that_transformers_builds(lora, monkeypatch):
     request = command.request_of_size(arguments_of("--params", "2e8", *lora), list(lora))
     settings, config = request.recipe.settings, request.config
-    quick = vars(formulas.shape_of(config, settings))
-    formulas._shape.cache_clear()
-    monkeypatch.setattr(formulas, "LLAMA_KEYS", set())
-    built = vars(formulas.shape_of(config, settings))
+    quick = vars(shape.shape_of(config, settings))
+    shape._shape.cache_clear()
+    monkeypatch.setattr(shape, "LLAMA_KEYS", set())
+    built = vars(shape.shape_of(config, settings))
     assert Counter(quick.pop("tensors")) == Counter(built.pop("tensors"))
     assert quick == built
-    formulas._shape.cache_clear()
+    shape._shape.cache_clear()
 
 
 def test_without_options_a_size_has_the_values_that_trl_gives_a_recipe():

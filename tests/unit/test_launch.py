@@ -36,7 +36,7 @@ from zero_recipes.core.process import PhaseClock
 from zero_recipes.distributed import group
 from zero_recipes.distributed.group import start_process_group
 from zero_recipes.distributed.kernels import build, is_compiled, remove_stale_locks
-from zero_recipes.model import sizes_of
+from zero_recipes.model import size_of
 from zero_recipes.plan.job import read_strategies
 from zero_recipes.training.output import RecipeRun
 
@@ -56,7 +56,7 @@ def test_a_file_launches_its_strategy(root, name):
         assert environment == environment_of_launch(Path(name), None)
     recipe = recipes.parse_recipe(Path("recipes/pythia.yaml"), {}, [])
     count = load_config_from_file(f"accelerate_configs/{name}").num_processes
-    found = resolve_strategy(recipe.settings, environment | {"WORLD_SIZE": str(count)}, sizes_of)
+    found = resolve_strategy(recipe.settings, environment | {"WORLD_SIZE": str(count)}, size_of)
     assert found.name == {"multi_node.yaml": "zero3"}.get(name, Path(name).stem)
 
 

@@ -27,7 +27,7 @@ from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import described, table
 from zero_recipes.core.host import Host
 from zero_recipes.distributed import kernels
-from zero_recipes.model import load_config, sizes_of
+from zero_recipes.model import load_config, size_of
 
 
 @pytest.fixture(scope="module")
@@ -146,28 +146,28 @@ def large(tmp_path_factory):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_buffer_takes_the_models_largest_part_and_no_more(large, world_size):
-    filled = fill_own_autos(INFINITY, None, world_size, {}, lambda: sizes_of(large))
+    filled = fill_own_autos(INFINITY, large, world_size, {}, lambda: size_of(large))
     largest = max(p.numel() for p in AutoModelForCausalLM.from_config(load_config(large)).parameters())
     assert filled["zero_optimization"]["offload_param"]["buffer_size"] == -(-largest // world_size)
     assert INFINITY["zero_optimization"]["offload_param"]["buffer_size"] == "auto", "a copy is filled"
 
 
 def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_with(large, tmp_path):
-    filled = fill_own_autos(INFINITY, str(tmp_path), 2, {}, lambda: sizes_of(large))
+    filled = fill_own_autos(INFINITY, large.replace(nvme_path=str(tmp_path)), 2, {}, lambda: size_of(large))
     resolved = large.replace(deepspeed=filled, nvme_path=str(tmp_path))
     launched = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
     launched["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ROOT / "ds_configs" / "zero3_infinity.json")
-    assert resolve_strategy(resolved, launched, sizes_of).name == "zero3_infinity"
+    assert resolve_strategy(resolved, launched, size_of).name == "zero3_infinity"
 
 
 def test_room_and_buffers_of_nvme(large, tmp_path):
     def findings(free: int = 10**15, **block) -> list:
-        config = fill_own_autos(INFINITY, str(tmp_path), 2, {}, lambda: sizes_of(large))
+        config = fill_own_autos(INFINITY, large.replace(nvme_path=str(tmp_path)), 2, {}, lambda: size_of(large))
         config["zero_optimization"]["offload_param"] |= block
         changed = large.replace(deepspeed=config)
-        run = RunConfig(None, changed, {}, resolve_strategy(changed, {"WORLD_SIZE": "2"}, sizes_of), "cpu", tmp_path)
+        run = RunConfig(None, changed, {}, resolve_strategy(changed, {"WORLD_SIZE": "2"}, size_of), "cpu", tmp_path)
         host = Host(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
-        return list(nvme_findings(run, sizes_of(large), 2, host))
+        return list(nvme_findings(run, [size_of(large)[1]], 2, host))
 
     assert findings() == []
     ((full,), (narrow,)) = findings(free=10**6), findings(buffer_size=1000)

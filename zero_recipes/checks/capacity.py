@@ -156,20 +156,19 @@ def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accum
     return buffers + sum(pinned_bytes(int(size), os.environ) - int(size) for size in pinned)
 
 
-def swap_buffers(config: DsConfig, group: float, tensor: float = 10**8, ranks: int = 0) -> dict[str, float]:
+def swap_buffers(config: DsConfig, group: float, ranks: int = 0) -> dict[str, float]:
     """{what: bytes} of one process's buffers for NVMe (DeepSpeed 0.19.8, runtime/swap_tensor/).
 
     partitioned_param_swapper.py: buffer_count of buffer_size elements, 16 bits at least, and room for all parameters of
     the largest sub-group, the other processes' parts too (zero/stage3.py gives `reserve_partitioned_swap_space` their
     ds_numel; `ranks`: so many processes, 0 leaves it out). optimizer_utils.py: buffer_count of the largest sub-group in
-    fp32. `group`: elements of one process's part of the largest parameter group; `tensor`: of its part of the largest
-    tensor, which an "auto" buffer_size is made for (config/ds_config.py).
+    fp32. `group`: elements of one process's part of the largest parameter group.
     """
     terms = {}
     largest = min(number_in(config.zero, "sub_group_size", 10**9), group)
     if config.offload_param == "nvme":
         block = config.offload_block("offload_param")
-        size = number_in({"buffer_size": 10**8} | dict(block), "buffer_size", tensor)
+        size = number_in(block, "buffer_size", DEFAULT_BUFFER)
         terms["swap buffers of parameters"] = 2 * (number_in(block, "buffer_count", 5) * size + ranks * largest)
     if config.offload_optimizer == "nvme":
         block = config.offload_block("offload_optimizer")

@@ -25,7 +25,7 @@ from zero_recipes.config.recipe import RecipeFile, RunConfig, steps_by_epochs
 from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes, library_error_as_finding
 from zero_recipes.core.host import Host
 from zero_recipes.data.load import refuse_data_at_hand
-from zero_recipes.model import load_config, sizes_of
+from zero_recipes.model import load_config, size_of
 
 
 @library_error_as_finding("checking the recipe")
@@ -53,7 +53,8 @@ def preflight(
     device = "cuda" if gpu and not recipe.settings.use_cpu else device
     findings += driver_findings(recipe.settings.use_cpu or gpu is not None, Host())
     findings += launcher_findings(environment, recipe.settings.precision)
-    strategy = _attempt(findings, strategies.resolve_strategy, recipe.settings, environment, sizes_of)
+    placed = recipe.settings.replace(use_cpu=device == "cpu")
+    strategy = _attempt(findings, strategies.resolve_strategy, placed, environment, size_of)
     accumulation, requested = None, requested_in(recipe.output_dir, recipe.settings)
     kept: dict[str, int] = {}
     if strategy is not None:

@@ -171,7 +171,7 @@ def _handed_over(run: Candidate) -> dict[str, Any]:
     from accelerate.utils import DeepSpeedPlugin, clear_environment
 
     settings = run.settings
-    raw = {"zero_optimization": {}} | fill_own_autos(run.ds.raw, None, run.world_size, {}, lambda: [1])
+    raw = {"zero_optimization": {}} | fill_own_autos(run.ds.raw, settings, run.world_size, {}, lambda: (1, 1))
     if settings.max_steps <= 0 and isinstance(raw.get("scheduler"), dict):  # nobody knows the number of steps yet
         written = raw["scheduler"].get("params", {})
         raw["scheduler"]["params"] = {key: "auto" if "num_steps" in key else written[key] for key in written}

@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from zero_recipes.core.units import count, percent, significant
 from zero_recipes.data.prepare import rows_at_hand
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import Metrics
-from zero_recipes.plan.job import Job, job_of, model_config, read_recipe
+from zero_recipes.plan.job import job_of, model_config, read_recipe
 from zero_recipes.plan.predict import Predictor, fit_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -41,8 +40,6 @@ FIRST_STEPS, FIRST_SECONDS = 12, 6.0  # of a candidate's first run, at least: 12
 SAMPLED = 1000  # rows, for the length of packs
 APART, PACKED_APART = 0.01, 0.1  # of the mean loss: the same rows in a step; other rows, as many tokens
 RECOMPUTES = "activation_checkpointing"
-BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
-LARGER = 200_000_000  # elements, tried beside those of ds_configs/
 ONLY_MEASURED = ("--eval_strategy=no", "--load_best_model_at_end=false", "--sample_prompts=0", "--skip_plan=true")
 ONLY_MEASURED += ("--push_to_hub=false", "--report_to=none", "--overwrite=true")
 
@@ -79,8 +76,7 @@ def tune(arguments: argparse.Namespace) -> int:
     if rows[0].status != "ok":
         console.print(f"no candidate finished; see the logs in {folder}")
         return 1
-    config = rows[0].run.config_in(new.with_suffix(""))
-    launch = f"accelerate launch --config_file {config} --num_processes {processes} run_sft.py"
+    launch = f"accelerate launch --config_file {rows[0].run.config} --num_processes {processes} run_sft.py"
     command = " ".join([launch, str(new), *overrides])
     write_text(new, tuned(recipe, rows[0].run, [command, *header(rows, processes)]))
     console.print(plain(f"written: {new}\n{command}"), soft_wrap=True)
@@ -102,18 +98,17 @@ def candidates(
         for name in names if processes > 1 else [name for name in names if name == "ddp" or name in OFFLOADED]:
             file = at_hand(FOLDER / f"{name}.yaml")
             ds_config, _ = launched_ds_config(launched_environment(file, processes), recipe.settings.precision)
-            job = replace(job_of(recipe, config, name, ds_config, processes), device=device)
-            sizes = enumerate(buckets(job, predict(job).parameters))
-            for (rank, batch), (more, zero) in product(enumerate(splits), sizes):
+            job = job_of(recipe, config, name, ds_config, processes, device=device)
+            for rank, batch in enumerate(splits):
                 tried = {on: predict(job.changed(**batch | {RECOMPUTES: on})) for on in (False, True)}
                 fitting = [on for on in tried if fit_of(tried[on], capacity).runs]
                 for on in fitting if job.recomputes else fitting[:1]:
-                    values = batch | ({} if on == job.recomputes else {RECOMPUTES: on}) | zero
-                    place = rank + more + on if values or name != names[0] else -1
+                    values = batch | ({} if on == job.recomputes else {RECOMPUTES: on})
+                    place = rank + on if values or name != names[0] else -1
                     found.append((place, name, file, ds_config, values))
         if found:
             likely_first = sorted(found, key=lambda one: one[0])
-            return [sweep.run_of(*run, [key for key in run[-1] if "." in key]) for _, *run in likely_first]
+            return [sweep.run_of(*run, in_ds=()) for _, *run in likely_first]
     raise refusal("ZR862", recipe=recipe.path, tried=", ".join(strategies or [*STRATEGIES, *OFFLOADED]))
 
 
@@ -154,13 +149,6 @@ def pack_lengths(recipe: Recipe, rows: int) -> Iterator[tuple[int, int]]:
             yield passes, length
 
 
-def buckets(job: Job, parameters: int) -> list[dict[str, Any]]:
-    """The strategy's own; where the model is larger than they are, larger ones too."""
-    written = {key: job.zero.zero[key] for key in BUCKETS if job.zero.zero.get(key)}
-    has_more = any(isinstance(size, int) and size < parameters for size in written.values())
-    return [{}, {f"zero_optimization.{key}": LARGER for key in written}] if has_more else [{}]
-
-
 def described(run: sweep.SweepRun) -> str:
     """A candidate in words: zero2, packs of 400, 1 x 2."""
     values, words = run.values, [run.strategy]
@@ -168,7 +156,6 @@ def described(run: sweep.SweepRun) -> str:
     if "per_device_train_batch_size" in values:
         words.append(f"{values['per_device_train_batch_size']} x {values['gradient_accumulation_steps']}")
     words += [f"activation checkpointing {'on' if values[RECOMPUTES] else 'off'}"] if RECOMPUTES in values else []
-    words += ["larger buckets"] if any("." in key for key in values) else []
     return ", ".join(words if values else [*words, "unchanged"])
 
 
@@ -270,6 +257,7 @@ def header(rows: Sequence[Row], processes: int) -> list[str]:
 
 def tuned(recipe: Recipe, run: sweep.SweepRun, header: Sequence[str]) -> str:
     """The recipe's keys with what the run changed."""
-    changed = {key: value for key, value in run.values.items() if "." not in key}
-    text = yaml.safe_dump(yaml.safe_load(recipe.path.read_text()) | changed, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(
+        yaml.safe_load(recipe.path.read_text()) | dict(run.values), sort_keys=False, allow_unicode=True
+    )
     return "".join(f"# {line}\n" for line in header) + text

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.core.process import local_world_size
 
 NVME_PATH = "ZERO_RECIPES_NVME_PATH"
+BY_MODEL = {"bucket_sizes": "by_model"}  # our own key at the top of a ds_config: how its buckets' "auto" is filled in
+SMALLEST, LARGEST, UNKNOWN = 25_000_000, 200_000_000, 50_000_000  # elements of a bucket; UNKNOWN: without the model
 LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 OFFLOADS = ("offload_optimizer", "offload_param")
 AUTOCAST_DTYPES = {name: "bf16" for name in ("bf16", "bfloat16", "torch.bfloat16")}
@@ -95,19 +97,20 @@ def quiet() -> Iterator[None]:
 
 def fill_own_autos(
     config: Mapping[str, Any],
-    nvme_path: str | None,
+    settings: Any,
     world_size: int,
     environment: Mapping[str, str],
-    parameter_sizes: Callable[[], Sequence[int] | None],
+    size_of_model: Callable[[], tuple[int, int] | None],
 ) -> dict[str, Any]:
     """A copy of `config` with the "auto" values filled in that neither transformers nor DeepSpeed knows.
 
-    What cannot be known stays "auto", and the checks find it.
-
+    What cannot be known stays "auto", and the checks find it. `settings`: the recipe's, use_cpu as it is in force.
+    `size_of_model`: (hidden size, elements of the largest tensor), called where something is sized by the model.
     zero_hpz_partition_size: the processes of one machine. nvme_path: the recipe's key, else the environment's
-    ZERO_RECIPES_NVME_PATH. offload_param.buffer_size: elements of the model's largest partition (`parameter_sizes`: of
-    each of its tensors; stage 3 rounds up), the least that DeepSpeed takes (runtime/swap_tensor/
-    partitioned_param_swapper.py, get_buffer).
+    ZERO_RECIPES_NVME_PATH. offload_param.buffer_size: elements of the model's largest partition (stage 3 rounds up),
+    the least that DeepSpeed takes (runtime/swap_tensor/partitioned_param_swapper.py, get_buffer). Buckets, under
+    BY_MODEL, which is dropped: a transformer block or the largest tensor, within bounds that are a quarter on CPUs.
+    DeepSpeed allocates a reduce bucket whole: the smallest one where one process or LoRA has little to reduce.
     """
     filled = copy.deepcopy(dict(config))
     zero = filled.get("zero_optimization", {})
@@ -115,13 +118,21 @@ def fill_own_autos(
         return filled  # `refuse_bad_schema` says why it cannot be
     if zero.get("zero_hpz_partition_size") == "auto":
         zero["zero_hpz_partition_size"] = local_world_size(environment, world_size)
-    path = nvme_path or environment.get(NVME_PATH)
+    path = settings.nvme_path or environment.get(NVME_PATH)
     for block in (zero[key] for key in OFFLOADS if isinstance(zero.get(key), dict)):
         if block.get("nvme_path") == "auto" and path:
             block["nvme_path"] = path
     swapped = zero.get("offload_param")
-    if isinstance(swapped, dict) and swapped.get("buffer_size") == "auto" and (sizes := parameter_sizes()):
-        swapped["buffer_size"] = math.ceil(max(sizes) / world_size)
+    if isinstance(swapped, dict) and swapped.get("buffer_size") == "auto" and (model := size_of_model()):
+        swapped["buffer_size"] = math.ceil(model[1] / world_size)
+    if BY_MODEL.items() <= filled.items():
+        del filled["bucket_sizes"]
+        hidden, tensor = size_of_model() or (0, UNKNOWN)
+        smallest, largest = (bound // (4 if settings.use_cpu else 1) for bound in (SMALLEST, LARGEST))
+        block = min(max(12 * hidden**2, tensor, smallest), largest)
+        sizes = {"reduce_bucket_size": smallest if settings.use_peft or world_size == 1 else block}
+        sizes |= {"stage3_prefetch_bucket_size": block}
+        zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
     return filled
 
 

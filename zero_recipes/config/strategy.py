@@ -67,14 +67,13 @@ class Strategy:
 
 
 def resolve_strategy(
-    settings: Settings, environment: Mapping[str, str], parameter_sizes: Callable[[Settings], list[int] | None]
+    settings: Settings, environment: Mapping[str, str], size_of_model: Callable[[Settings], tuple[int, int] | None]
 ) -> Strategy:
     """Find the strategy; the DeepSpeed configuration is read here.
 
     One path for every launcher: `accelerate launch` hands its ds_config to the training through the environment
     (ACCELERATE_DEEPSPEED_CONFIG_FILE), torchrun and deepspeed through the recipe's `deepspeed:` key.
-    `parameter_sizes`: elements of each tensor of the model, called where a buffer is sized by the model.
-    Raises Refusal where two places name different configurations.
+    `settings`, `size_of_model`: see fill_own_autos. Raises Refusal where two places name different configurations.
     """
     world_size = int(environment.get("WORLD_SIZE", 1))
     fsdp_config = fsdp.fsdp_config_in_force(settings, environment, world_size)
@@ -82,7 +81,7 @@ def resolve_strategy(
         return Strategy("fsdp2", world_size, fsdp_config=fsdp_config)
 
     def fill(config: dict[str, Any]) -> dict[str, Any]:
-        return fill_own_autos(config, settings.nvme_path, world_size, environment, partial(parameter_sizes, settings))
+        return fill_own_autos(config, settings, world_size, environment, partial(size_of_model, settings))
 
     config, source = _in_force(settings, environment, fill)
     if config is None:

@@ -81,7 +81,7 @@ def _settings(job: Job, strategies: Strategies, nvme: int | None) -> Iterator[tu
             if alike and higher and not on_disk and why_not(changed) is None:
                 yield costs, changed
     if not job.settings.use_peft:
-        yield "LoRA", job.changed(use_peft=True)
+        yield "LoRA", job.changed(use_peft=True).under(job.strategy, strategies.get(job.strategy, job.ds_config))
 
 
 def _arithmetic(zero: DsConfig) -> tuple:
@@ -233,7 +233,9 @@ def lighter(
     ways = {} if settings.load_in_4bit or settings.load_in_8bit else LIGHTER
     for name in list(ways)[int(settings.use_peft) :]:
         with suppress(Refusal):  # LoRA without target modules for this architecture
-            guessed = [make_row(request, row.job.changed(**ways[name]), guess) for row in advice.rows]
+            jobs = [row.job.changed(**ways[name]) for row in advice.rows]
+            jobs = [job.under(job.strategy, request.strategies.get(job.strategy)) for job in jobs]
+            guessed = [make_row(request, job, guess) for job in jobs]
             best = recommend(guessed, request.gpu).chosen or max(guessed, key=lambda row: row.fit.margin)
             found[name] = make_row(request, best.job, predict, factor)
     return found

@@ -3,7 +3,6 @@ and from a job to its command line. Needs no weights and never asks the hub.
 """
 
 import argparse
-import copy
 import hashlib
 import json
 import os
@@ -20,12 +19,13 @@ from huggingface_hub import constants
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
-from zero_recipes.config.ds_config import DsConfig, read_json_mapping
+from zero_recipes.config.ds_config import DsConfig, fill_own_autos, read_json_mapping
 from zero_recipes.config.recipe import Recipe, RowLengths, Settings, stated
 from zero_recipes.core.files import at_hand
 from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
 from zero_recipes.plan.cache import cached
+from zero_recipes.plan.shape import shape_of
 
 HOSTS, MACHINE_RANK = "HOST,HOST", "K"  # in a command for several machines: of each machine
 FSDP = "fsdp2"  # the strategy that no ds_config describes
@@ -55,7 +55,7 @@ class Job:
     config: dict[str, Any]  # the model's config.json
     settings: Settings  # the recipe's settings with overrides: TRL's keys and ours
     strategy: str  # a name of accelerate_configs/, or "single"
-    ds_config: dict[str, Any] | None  # as in ds_configs/, "auto" values included; None without DeepSpeed
+    ds_config: dict[str, Any] | None  # with the "auto" values that transformers fills in; None without DeepSpeed
     world_size: int
     gpus_per_node: int
     device: str = "gpu"  # "cpu": as CPU processes over gloo hold it, to compare with a run on them
@@ -120,11 +120,16 @@ class Job:
         return replace(self, settings=self.settings.replace(**values))
 
     def under(self, strategy: str, ds_config: dict[str, Any] | None) -> Self:
-        """Under another strategy, hpZ's "auto" filled in with the ranks of a node as in a run."""
-        filled = copy.deepcopy(ds_config)
-        if DsConfig(filled or {}).hpz_partition_size == "auto":
-            filled["zero_optimization"]["zero_hpz_partition_size"] = self.ranks_per_node
+        """Under another strategy, our own "auto" values filled in as in a run."""
+        settings, here = self.settings.replace(use_cpu=self.device == "cpu"), {"LOCAL_WORLD_SIZE": self.ranks_per_node}
+        filled = ds_config and fill_own_autos(ds_config, settings, self.world_size, here, self.size_of_model)
         return replace(self.changed(deepspeed=filled), strategy=strategy, ds_config=filled)
+
+    def size_of_model(self) -> tuple[int, int] | None:
+        """(hidden size, elements of the largest tensor); None where the model cannot be built from its config alone."""
+        with suppress(Refusal):
+            shape = shape_of(self.config, self.settings)
+            return shape.hidden, max(tensor.size for tensor in shape.tensors)
 
     def as_dict(self) -> dict[str, Any]:
         return vars(self) | {"settings": self.settings.as_dict()}
@@ -209,6 +214,7 @@ def job_of(
     ds_config: dict[str, Any] | None,
     ranks: int,
     per_node: int = 8,
+    device: str = "gpu",
 ) -> Job:
     """Raises Refusal where global_batch_size cannot be made of so many ranks. `per_node`: GPUs of most machines that
     are rented; --gpus_per_node says otherwise."""
@@ -216,7 +222,7 @@ def job_of(
     accumulation = recipes.derive_accumulation(settings, recipe.explicit, ranks)
     if accumulation is not None:
         settings = settings.replace(gradient_accumulation_steps=accumulation)
-    made = Job(settings.model_name_or_path, config, settings, name, None, ranks, min(per_node, ranks))
+    made = Job(settings.model_name_or_path, config, settings, name, None, ranks, min(per_node, ranks), device)
     return made.under(name, ds_config)
 
 

@@ -39,7 +39,7 @@ from zero_recipes.libs.patches import FreshAdamAtStage0, keep_4bit_layout
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
-from zero_recipes.model import adapter_config, parameter_counts, sizes_of
+from zero_recipes.model import adapter_config, parameter_counts, size_of
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.simulator import device, patches
 from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
@@ -108,9 +108,7 @@ def train_two_steps(job: Job, folder: str) -> dict:
     accumulation = job.settings.gradient_accumulation_steps
     settings = job.settings.replace(**LEFT_OUT, output_dir=folder, deepspeed=job.ds_config)
     settings = settings.replace(gradient_accumulation_steps=min(accumulation, 2))
-    strategy = resolve_strategy(settings, {"WORLD_SIZE": str(job.world_size)}, sizes_of)
-    if strategy.is_deepspeed:
-        settings = settings.replace(deepspeed=strategy.ds_config.raw)
+    strategy = resolve_strategy(settings, {"WORLD_SIZE": str(job.world_size)}, size_of)
     _, training_args, model_args, _ = recipes.trl_arguments(settings, Path("plan.yaml"))
     # transformers and accelerate have taken the CPU for want of anything else
     PartialState._shared_state["device"] = torch.device("gpu:0" if on_gpu else "cpu")
