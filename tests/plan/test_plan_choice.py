@@ -121,7 +121,7 @@ RECOMPUTES, BATCHES = {"activation_checkpointing"}, {"per_device_train_batch_siz
          "activation checkpointing and micro batches of 1 with 8 accumulation steps", RECOMPUTES | BATCHES),
         (lambda j: 90 - 20 * (j.strategy == "zero2"), "stage", "zero2", {"deepspeed"}),
         (lambda j: 90 - 20 * offloads_to_host(j), "offload", "zero2_offload", {"deepspeed"}),
-        (lambda j: 90 - 20 * j.settings.use_peft, "LoRA", "LoRA (use_peft: true)", {"use_peft"}),
+        (lambda j: 90 - 20 * j.settings.use_peft, "LoRA", "LoRA (use_peft: true)", {"use_peft", "deepspeed"}),
     ],
 )  # fmt: skip
 def test_the_change_that_costs_least_is_found(need, costliest, words, changed):
