@@ -73,9 +73,8 @@ canary:
 	PATH=$(CURDIR)/$(CANARY)/bin:$$PATH $(CANARY)/bin/python -m zero_recipes.distributed.kernels $(OPS)
 	PATH=$(CURDIR)/$(CANARY)/bin:$$PATH $(CANARY)/bin/python -m pytest -m "private and not grid"
 
-# torch's CUDA build on a machine without a GPU: preflight, device choice, plan and a run, all unit and planner tests
-# under it; where there is nvcc, DeepSpeed's CUDA ops are compiled too. 3 GB of downloads. pip's own settings are left
-# out: a folder of wheels that they name may hold a CPU build, which pip prefers.
+# torch's CUDA build on a machine without a GPU: all unit and planner tests, and a run of two processes. 3 GB of
+# downloads. pip's own settings are left out: a folder of wheels that they name may hold a CPU build, which pip prefers.
 CUDA_BUILD := .venv-cuda-build
 
 cuda-build: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(CUDA_BUILD)/kernels

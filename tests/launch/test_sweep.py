@@ -52,6 +52,8 @@ def test_out_of_memory_on_rank_1(tmp_path, monkeypatch, launch):
     start_server()
     monkeypatch.setattr(sweep, "_run", launch)
     monkeypatch.setenv("KILL", "memory:1:3")
+    monkeypatch.setenv("MASTER_PORT", "1")  # of another launcher, in whose shell this one is typed
+    monkeypatch.setenv("RANK", "7")
     script = ROOT / "tests" / "helpers" / "killed.py"
     ended = sweep.sweep(write_recipe(tmp_path), ["zero2"], 2, tmp_path / "out", [], script=script)
     assert ended == {"zero2": "oom"}

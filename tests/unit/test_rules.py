@@ -158,6 +158,12 @@ def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_wi
     launched = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
     launched["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ROOT / "ds_configs" / "zero3_infinity.json")
     assert resolve_strategy(resolved, launched, size_of).name == "zero3_infinity"
+    elsewhere = resolve_strategy(resolved.replace(use_cpu=not large.use_cpu), launched, size_of)
+    assert elsewhere.ds.zero["reduce_bucket_size"] != filled["zero_optimization"]["reduce_bucket_size"], (
+        "not sized anew"
+    )
+    other = resolved.replace(deepspeed=filled | {"gradient_clipping": 0.5})
+    assert refusal_of(resolve_strategy, other, launched, size_of).codes == ["ZR201"]
 
 
 def test_room_and_buffers_of_nvme(large, tmp_path):

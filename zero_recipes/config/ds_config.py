@@ -21,6 +21,7 @@ from zero_recipes.core.process import local_world_size
 
 NVME_PATH = "ZERO_RECIPES_NVME_PATH"
 BY_MODEL = {"bucket_sizes": "by_model"}  # our own key at the top of a ds_config: how its buckets' "auto" is filled in
+BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
 SMALLEST, LARGEST, UNKNOWN = 25_000_000, 200_000_000, 50_000_000  # elements of a bucket; UNKNOWN: without the model
 LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -102,7 +103,7 @@ def fill_own_autos(
     environment: Mapping[str, str],
     size_of_model: Callable[[], tuple[int, int] | None],
 ) -> dict[str, Any]:
-    """A copy of `config` with the "auto" values filled in that neither transformers nor DeepSpeed knows.
+    """A copy of `config` with the "auto" values that are ours to fill in.
 
     What cannot be known stays "auto", and the checks find it. `settings`: the recipe's, use_cpu as it is in force.
     `size_of_model`: (hidden size, elements of the largest tensor), called where something is sized by the model.
@@ -130,10 +131,19 @@ def fill_own_autos(
         hidden, tensor = size_of_model() or (0, UNKNOWN)
         smallest, largest = (bound // (4 if settings.use_cpu else 1) for bound in (SMALLEST, LARGEST))
         block = min(max(12 * hidden**2, tensor, smallest), largest)
-        sizes = {"reduce_bucket_size": smallest if settings.use_peft or world_size == 1 else block}
-        sizes |= {"stage3_prefetch_bucket_size": block}
-        zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
+        sizes = zip(BUCKETS, (smallest if settings.use_peft or world_size == 1 else block, block), strict=True)
+        zero |= {key: size for key, size in sizes if zero.get(key) == "auto"}
     return filled
+
+
+def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[dict], dict]) -> bool:
+    """Whether a recipe's configuration is the launcher's, `fill`ed in as a resolved recipe's is. Where the launcher's
+    buckets are sized by the model, others do not count: they may be of another device or number of processes."""
+    both = [fill(resolved), fill(launched)]
+    for zero in (each.get("zero_optimization") for each in both if BY_MODEL.items() <= launched.items()):
+        for key in BUCKETS if isinstance(zero, dict) else ():
+            zero.pop(key, None)
+    return both[0] == both[1]
 
 
 def number_in(block: Mapping[str, Any], key: str, default: int) -> int:

@@ -148,7 +148,7 @@ class Recipe:
 
 def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
     """(recipe, overrides). `--local_rank`, of the deepspeed launcher, goes to LOCAL_RANK; `--traceback` is dropped."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("--local_rank", "--local-rank")
     parser.add_argument("--traceback", action="store_true")  # read where the run ends
     known, rest = parser.parse_known_args(argv)

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
 from zero_recipes.config import fsdp
 from zero_recipes.config.accelerate import inline_ds_config
-from zero_recipes.config.ds_config import DsConfig, fill_own_autos, read_json_mapping, refuse_bad_schema
+from zero_recipes.config.ds_config import DsConfig, are_one, fill_own_autos, read_json_mapping, refuse_bad_schema
 from zero_recipes.config.recipe import Settings, precision_of
 from zero_recipes.core.findings import Finding, finding, refusal
 
@@ -80,8 +80,10 @@ def resolve_strategy(
     if fsdp_config is not None:
         return Strategy("fsdp2", world_size, fsdp_config=fsdp_config)
 
+    size = cache(lambda: size_of_model(settings))
+
     def fill(config: dict[str, Any]) -> dict[str, Any]:
-        return fill_own_autos(config, settings, world_size, environment, partial(size_of_model, settings))
+        return fill_own_autos(config, settings, world_size, environment, size)
 
     config, source = _in_force(settings, environment, fill)
     if config is None:
@@ -107,9 +109,9 @@ def _in_force(
     config, shown = read_json_mapping(named), "an inline mapping" if isinstance(named, dict) else str(named)
     if launched is None:
         return config, shown
-    if fill(config) != fill(launched):  # a resolved recipe has our own "auto" values filled in already
+    if not are_one(config, launched, fill):
         raise refusal("ZR201", shown=shown, launched_from=launched_from)
-    return config, launched_from
+    return launched, launched_from
 
 
 def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str, Any] | None, str]:

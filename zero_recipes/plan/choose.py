@@ -234,7 +234,7 @@ def lighter(
     for name in list(ways)[int(settings.use_peft) :]:
         with suppress(Refusal):  # LoRA without target modules for this architecture
             jobs = [row.job.changed(**ways[name]) for row in advice.rows]
-            jobs = [job.under(job.strategy, request.strategies.get(job.strategy)) for job in jobs]
+            jobs = [job.under(job.strategy, request.strategies.get(job.strategy, job.ds_config)) for job in jobs]
             guessed = [make_row(request, job, guess) for job in jobs]
             best = recommend(guessed, request.gpu).chosen or max(guessed, key=lambda row: row.fit.margin)
             found[name] = make_row(request, best.job, predict, factor)

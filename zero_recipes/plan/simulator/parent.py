@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 WORKER = ("-m", "zero_recipes.plan.simulator.parent")  # what the child runs; benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
 OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OF_A_LAUNCHER += ("MASTER_",)
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
