@@ -58,7 +58,7 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     monkeypatch.setenv("COLUMNS", "80")
     said = plan(capsys, "--output_dir", str(tmp_path / "plan"))
     lines = said.splitlines()
-    assert lines[0].startswith("zero3 is tight on EleutherAI/pythia-6.9b-deduped on 2 x h100-80gb") and len(lines) <= 24
+    assert lines[0].startswith("zero3 tightly fits EleutherAI/pythia-6.9b-deduped on 2 x h100-80gb") and len(lines) <= 24
     assert lines[3] == f"zero-recipes train {RECIPE} --config_file zero3.yaml --num_processes 2"
     assert all(len(line) <= 80 for line in lines if "zero-recipes train" not in line)
     rows = {name: (fits, float(low), float(high or low)) for name, fits, low, high in ROW.findall(said)}
@@ -86,7 +86,7 @@ def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monk
     monkeypatch.setattr(command, "Predictor", predictor)
     monkeypatch.setattr(command, "answer_by", lambda predict, *rest, plain=command.answer_by: plain(known, *rest))
     words = ["plan", RECIPE, "--gpus", "2", "--strategies", "zero3"]
-    assert cli.main(words) == 0 and "by formulas: zero3 is tight on" in seen[0].err and not seen[0].out
+    assert cli.main(words) == 0 and "by formulas: zero3 tightly fits" in seen[0].err and not seen[0].out
     monkeypatch.setattr(command, "terminal", lambda: Console(force_terminal=True, width=80))
     assert cli.main(words) == 0 and "The results of the simulated engine follow." in seen[1].out
 

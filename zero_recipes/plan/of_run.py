@@ -26,7 +26,7 @@ from zero_recipes.plan.predict import BY_FORMULAS, Predict, Predictor, fit_of
 NAMED = 10**9  # bytes; less may be the process's own: contexts and communicators differ by GPU and driver
 PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
 SOURCES = {"engine": "the simulated engine", "formulas": "textbook formulas"}
-STATUSES = {"fits": "fits into", "tight": "fits tightly into", "no": "does not fit into"}
+STATUSES = {"fits": "fits into", "tight": "tightly fits into", "no": "does not fit into"}
 
 
 def main() -> None:

@@ -205,7 +205,7 @@ def bottom_line(answer: Answer) -> str:
         way = "QLoRA does (use_peft: true, load_in_4bit: true)" if qlora else way
         return f"Nothing fits {machine}, not even with activation checkpointing, offload or LoRA; {way}."
     row = _recommended(answer)
-    line = f"{row.job.strategy} {'fits' if row.fit.status == 'fits' else 'is tight on'} {machine}"
+    line = f"{row.job.strategy} {'fits' if row.fit.status == 'fits' else 'tightly fits'} {machine}"
     if advice.change:
         line = f"Nothing fits {machine} with the unchanged recipe; {change_in_words(advice.change)} does"
     elif len(answer.machines) > 1:
