@@ -100,7 +100,8 @@ import {}
 def test_what_ranks_are_forked_from_does_not_use_cuda():
     """A process that is forked from one that does cannot."""
     python = [sys.executable, "-c"]
-    subprocess.run([*python, USES_CUDA.format("zero_recipes.cli.preload")], cwd=ROOT, check=True)
+    loaded = "\nimport sys; assert {'datasets', 'deepspeed', 'transformers'} <= sys.modules.keys()"
+    subprocess.run([*python, USES_CUDA.format("zero_recipes.cli.preload") + loaded], cwd=ROOT, check=True)
     needed = subprocess.run([*python, USES_CUDA.format("peft")], cwd=ROOT, capture_output=True, text=True)
     assert "CUDA is used" in needed.stderr, "it can be preloaded too"
 

@@ -5,7 +5,10 @@ A process forked from one that uses CUDA cannot use it. PEFT imports bitsandbyte
 each rank imports these by itself, a fifth of the time of all imports.
 """
 
+import importlib
+
 from zero_recipes.libs.warnings import quiet_imports
 
 with quiet_imports():
-    import transformers.modeling_utils  # noqa: F401
+    for name in ("torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils", "datasets", "deepspeed"):
+        importlib.import_module(name)
