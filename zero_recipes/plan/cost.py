@@ -5,13 +5,12 @@ and what hosts and links take (times.yaml). benchmarks/planners/ says how many p
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from pathlib import Path
-
-import yaml
 
 from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.recipe import RowLengths, steps_by_epochs
+from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Gpu
 from zero_recipes.metrics.flops import squares
@@ -22,18 +21,13 @@ from zero_recipes.plan.predict import Predict
 
 Range = tuple[float, float]  # low, high
 
-TIMES = Path(__file__).with_name("times.yaml")
 ADAM_BYTES = 30  # read and written per parameter: master, moments, gradient in; master, moments, 16-bit weight out
 UNPACKED_BYTES = 2 + 9 / 16  # read and written per weight of 4 bits, for each product
 LONG = 2048  # tokens of one GPU in a pass
 DDP_BUCKET = 25 * 2**20  # bytes; torch's bucket_cap_mb
 CALIBRATED = 0.10  # to either side of a range that a measured run of the same kind has set
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # train_sampling_strategy: rows of a micro batch are alike
-
-
-@cache
-def constants() -> dict:
-    return yaml.safe_load(TIMES.read_text())
+constants = partial(package_yaml, __package__, "times.yaml")
 
 
 def constant(name: str) -> float:

@@ -8,20 +8,17 @@ in a micro batch, h hidden width, a heads, L layers, V vocabulary. Sizes are byt
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import yaml
 
 from zero_recipes.checks import capacity
 from zero_recipes.config.ds_config import number_in
+from zero_recipes.core.files import package_yaml
 from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import PARTS, CheckpointBytes, HostBytes, ModelStateBytes, Prediction, ReservedRange
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.shape import Shape, shape_of
 from zero_recipes.theory.zero_paper import FP32, MIXED, ModelState, model_state_bytes
 
-OVERHEADS = Path(__file__).with_name("overheads.yaml")
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
 DEFAULT_LIVE = 1_000_000_000  # elements; `max_live_parameters`
 NOTE = "By textbook formulas: copies in fp32 inside norms, masks and workspace of kernels are not in the numbers."
@@ -48,7 +45,7 @@ class Overheads:
 
 @cache
 def overheads() -> Overheads:
-    entries = yaml.safe_load(OVERHEADS.read_text())
+    entries = package_yaml(__package__, "overheads.yaml")
     measured = entries["context"]["measured"] and entries["cached"]["measured"]
     return Overheads(**{name: entry["value"] for name, entry in entries.items()}, measured=measured)
 
