@@ -22,9 +22,10 @@ from zero_recipes.cli import main as cli
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data import forms, load
 from zero_recipes.data.audit import audit, holding, overlap_findings
-from zero_recipes.data.forms import alpaca_prompt, alpaca_row, mask_by
+from zero_recipes.data.forms import alpaca_prompt, alpaca_row
 from zero_recipes.data.load import load_rows, load_tokenizer
-from zero_recipes.data.prepare import finish, prepare_split, tokenise
+from zero_recipes.data.masks import mask_by, tokenise
+from zero_recipes.data.prepare import finish, prepare_split
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.metrics.read_runs import question, read_samples
 from zero_recipes.report.judge import JUDGED_SCORES
@@ -47,13 +48,14 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(BASE)
 
 
-def test_training_and_generation_see_the_same_prompt_to_the_byte():
+def test_training_and_generation_see_the_same_prompt_to_the_byte(tokenizer):
     assert alpaca_prompt("Translate.") == alpaca_prompt("Translate.", "") == WITHOUT_INPUT
-    rows = forms.convert(Dataset.from_list([ROW]), forms.recognise(ROW, settings_with(), "alpaca"))
-    (sample,) = choose_samples(1, rows, "alpaca", tokenizer=None)
+    data = Dataset.from_list([ROW])
+    rows = forms.convert(data, forms.recognise(forms.column_kinds(data), settings_with(), "alpaca"))
+    (sample,) = choose_samples(1, rows, "alpaca", tokenizer)
     assert rows[0] == alpaca_row(ROW) == {"prompt": WITH_INPUT, "completion": "dog"}
     assert (sample.prompt, sample.reference, question(sample.prompt)) == (WITH_INPUT, "dog", "Translate.\nHund")
-    (listed,) = choose_samples(["Translate."], None, "alpaca", tokenizer=None)
+    (listed,) = choose_samples(["Translate."], None, "alpaca", tokenizer)
     assert listed.prompt == WITHOUT_INPUT and listed.reference is None
 
 
@@ -88,7 +90,7 @@ def test_a_file_is_taken_by_its_path(tmp_path, kind):
         assert load_rows(settings_with(**named))[0]["text"][:] == wanted
 
 
-def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path):
+def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path, tokenizer):
     rows = {split: {"instruction": f"Say {split}.", "input": "", "output": split} for split in ("train", "test")}
     (tmp_path / "train.jsonl").write_text(json.dumps(rows["train"]) + "\n")
     loaded = settings_with(dataset_name=str(tmp_path), dataset_format="alpaca")
@@ -96,7 +98,7 @@ def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path):
     with pytest.raises(Refusal, match=r"'test'.*ZR516"):
         choose_samples(1, rows_to_ask(1, None, loaded), "alpaca", None, "test")
     (tmp_path / "test.jsonl").write_text(json.dumps(rows["test"]) + "\n")
-    (sample,) = choose_samples("1", rows_to_ask("1", None, loaded), "alpaca", None, "test")
+    (sample,) = choose_samples("1", rows_to_ask("1", None, loaded), "alpaca", tokenizer, "test")
     assert sample.prompt == alpaca_row(rows["test"])["prompt"] and sample.source == "the split 'test'"
     evaluation = Dataset.from_list([{"prompt": "a", "completion": "b"}])
     assert rows_to_ask(1, evaluation, loaded) is evaluation
@@ -185,7 +187,7 @@ def test_every_form_of_the_same_turns_trains_as_the_same_tokens(tmp_path, rows, 
         data = prepared(written(tmp_path / str(number), file), assistant_only_loss=True)
         found.append((data.train["input_ids"][:], data.train["labels"][:]))
         said = data.shown[0][0]
-        assert all(name in said for name in row if name not in ("id", "level")), said
+        assert all(name in said for name, value in row.items() if value is not None), said
         answers = [text for text, carries in data.shown[1][0][1] if carries]
         assert answers == [f"{answer}<|endoftext|>" for _, answer in TURNS[:count]]
     assert all(each == found[0] for each in found)
@@ -203,7 +205,8 @@ def test_a_pair_without_assistant_only_loss_trains_its_answer_alone(tmp_path):
     "row", [{"question": "a", "answer": "b", "output": "c"}, {"answer": "b"}, {"question": "a", "answer": ["b"]}]
 )
 def test_what_could_be_two_things_is_not_guessed(row):
-    assert forms.recognise(row, settings_with(dataset_format=None), None) is None
+    kinds = forms.column_kinds(Dataset.from_list([row]))
+    assert forms.recognise(kinds, settings_with(dataset_format=None), None) is None
 
 
 def test_a_mixture_is_drawn_by_its_weights_whatever_forms_its_entries_have(tmp_path):

@@ -78,6 +78,8 @@ def data_findings(run) -> list:
     training_args = recipes.trl_arguments(settings, run.recipe.path).training
     data = prepare.read_data(settings, load.load_tokenizer(settings))
     splits, findings = prepare.prepare_splits(data, settings, training_args)
-    print(*(f"recognized    {form.description}" for form in data.forms), splits[0].audit, sep="\n")
-    audit.show_rows(audit.shown_rows(splits[0].tokenised, data.tokenizer), terminal())
+    for line in prepare.recognised(data, splits[0]):
+        print(f"recognized    {line}")
+    print(splits[0].audit)
+    audit.show_rows(prepare.shown_rows(data, splits[0], training_args), terminal())
     return downgraded(findings, ignored_codes(settings.ignore))

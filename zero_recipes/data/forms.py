@@ -1,84 +1,399 @@
 """Forms of rows: what the columns of a data set are, and how a row becomes what TRL takes.
 
-What TRL takes by itself (prompt and completion, messages, texts, token ids) stays as it is. Other conversations become
-`messages`; a question and its answer become a prompt and a completion, or messages, of one turn each.
+The columns decide the form, by the types that they have over all rows. Each row is then converted by itself: its own
+nulls, role names and weights count, and a row that does not fit is named. TRL 1.16 looks at the first row only.
 """
 
-import json
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from datasets import Dataset, Features, IterableDataset, Json, List, Value
 
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import package_yaml
-from zero_recipes.core.findings import library_error_as_finding, refusal
+from zero_recipes.core.findings import Finding, finding, library_error_as_finding, refusal
+from zero_recipes.data.audit import TOKEN_COLUMNS
 
 Rows = Dataset | IterableDataset
+Row = dict[str, Any]
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
+INFORMATIVE_ROWS = 1000  # at most, that are read to know what a list holds
 tables = partial(package_yaml, __package__, "forms.yaml")
+# JSON keeps each turn's own keys. Columns of Arrow's structs would give every turn the keys of all, as nulls.
+TURNS = List(Json())
 
 
 class Form(NamedTuple):
     """What the columns are, in words, and how a row is converted; None where TRL takes it as it is."""
 
     description: str
-    convert: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    chat: bool = False  # turns, which a chat template writes
+    used: frozenset[str]  # columns of the data
+    convert: Callable[[Row], Row] | None = None
+    turns: tuple[str, ...] = ()  # columns of messages that `convert` makes, which a chat template writes
+    example: Row | None = None  # the first row, converted
+
+
+class RowError(TypeError):
+    """A row that does not fit the form of its data set."""
+
+    row: int | None = None
+
+
+@contextlib.contextmanager
+def row_errors_as_findings(split: str) -> Iterator[None]:
+    """A RowError raised inside becomes a Refusal that names the row."""
+    try:
+        yield
+    except RowError as error:
+        raise refusal("ZR524", row=error.row, split=split, fault=error) from None
+
+
+# what a column holds
+
+
+def column_kinds(rows: Rows) -> dict[str, str]:
+    """{column: "text", "null", "turns", "list", or the datasets library's name of another type}.
+
+    Of a Dataset by the types of all rows; of a stream by those that it declares, else by its first rows.
+    """
+    features = rows.features
+    if features is None:
+        first_rows = list(rows.take(INFORMATIVE_ROWS))
+        features = Dataset.from_list(first_rows, on_mixed_types="use_json").features
+    kinds = {}
+    for name, feature in features.items():
+        if isinstance(feature, Value):
+            kinds[name] = _kind_of_value(feature)
+        else:
+            kinds[name] = _kind_of_nested(rows, name, feature)
+    return kinds
+
+
+def _kind_of_value(feature: Value) -> str:
+    if feature.dtype in ("string", "large_string"):
+        return "text"
+    return feature.dtype
+
+
+def _kind_of_nested(rows: Rows, name: str, feature: Any) -> str:
+    """Of lists, structs and JSON: the values say, not the type."""
+    values = [value for value in _first_values(rows, name) if value is not None]
+    if any(isinstance(value, list) and any(map(_is_turn, value)) for value in values):
+        return "turns"
+    if any(isinstance(value, list) for value in values):
+        return "list"
+    if any(isinstance(value, str) for value in values):
+        return "text"
+    return "null" if not values else type(feature).__name__
+
+
+def _first_values(rows: Rows, name: str) -> Iterable[Any]:
+    if isinstance(rows, Dataset):
+        return rows.select(range(min(len(rows), INFORMATIVE_ROWS)))[name]
+    return [row.get(name) for row in rows.take(INFORMATIVE_ROWS)]
+
+
+def _is_turn(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return all(any(name in value for name in tables()[key]) for key in ("speaker", "text"))
+
+
+# which form it is
+
+
+def recognise(kinds: Mapping[str, str], settings: Settings, dataset_format: str | None) -> Form | None:
+    """The form of rows with columns of these `kinds`; None where the recipe trains on nothing that is there."""
+    if dataset_format in ("alpaca", "alpaca_chat"):
+        if not kinds.keys() >= {*ALPACA_COLUMNS}:
+            return None
+        description = "instruction, input and output, in Alpaca's prompt"
+        if dataset_format == "alpaca":
+            return Form(description, frozenset(ALPACA_COLUMNS), alpaca_row)
+        return Form(f"{description}, as turns", frozenset(ALPACA_COLUMNS), alpaca_turns, ("messages",))
+    if (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return _token_ids() if "input_ids" in kinds else None
+    present = {name: kind for name, kind in kinds.items() if kind != "null"}
+    if dataset_format != "chat" and {"prompt", "completion"} <= kinds.keys():
+        return _prompt_and_completion(kinds)
+    for name in tables()["conversations"]:
+        if present.get(name) == "turns":
+            return _conversation(name, present)
+    if dataset_format != "chat" and "input_ids" in present:
+        return _token_ids()
+    if dataset_format != "chat" and settings.dataset_text_field in kinds:
+        return Form(f"{settings.dataset_text_field}, as it is", frozenset([settings.dataset_text_field]))
+    return _pair(kinds, bool(settings.assistant_only_loss))
+
+
+def _token_ids() -> Form:
+    return Form("input_ids, as they are", frozenset(TOKEN_COLUMNS))
+
+
+def _prompt_and_completion(kinds: Mapping[str, str]) -> Form:
+    used = frozenset(["prompt", "completion"])
+    if not {"turns", "list"} & {kinds["prompt"], kinds["completion"]}:
+        return Form("prompt and completion, as text", used)
+
+    def convert(row: Row) -> Row:
+        return {"prompt": turns_of(row, "prompt"), "completion": turns_of(row, "completion")}
+
+    return Form("prompt and completion, as turns", used, convert, ("prompt", "completion"))
+
+
+def _conversation(column: str, kinds: Mapping[str, str]) -> Form:
+    system = _system_column(kinds)
+    description = "messages, as they are" if column == "messages" else f"{column}, as messages"
+    if system:
+        description += f"; {system} goes before them"
+
+    def convert(row: Row) -> Row:
+        messages = turns_of(row, column)
+        before = _text_or_none(row, system)
+        if before and messages[0]["role"] == "system":
+            if messages[0]["content"] != before:
+                raise RowError(f"has a system turn in {column}, and another text in {system}")
+        elif before:
+            messages = [{"role": "system", "content": before}, *messages]
+        return {"messages": messages}
+
+    used = {column, system} - {None}
+    return Form(description, frozenset(used), convert, ("messages",))
+
+
+def _pair(kinds: Mapping[str, str], whole: bool) -> Form | None:
+    """A question and its answer. None too where two columns could be one of them: the recipe's `columns` says which.
+    `whole`: as one list of messages, whose assistant's turns all have a loss."""
+    names = tables()
+    texts = {name for name, kind in kinds.items() if kind == "text"}
+    questions = [name for name in names["questions"] if name in texts]
+    answers = [name for name in names["answers"] if name in texts]
+    contexts = [name for name in names["contexts"] if name in texts and questions != [name]]
+    questions = [name for name in questions if name not in contexts]
+    if len(questions) != 1 or len(answers) != 1 or len(contexts) > 1:
+        return None
+    system = _system_column(kinds)
+    history = "history" if kinds.get("history") in ("list", "turns") else None
+    question, answer = questions[0], answers[0]
+    user_columns = [question, *contexts]
+    before = [name for name in (system, history) if name]
+    description = f"{' and '.join(user_columns)} as the user's turn, {answer} as the assistant's"
+    if before:
+        description += f"; {' and '.join(before)} before them"
+
+    def convert(row: Row) -> Row:
+        prompt = []
+        instructions = _text_or_none(row, system)
+        if instructions:
+            prompt.append({"role": "system", "content": instructions})
+        if history and row[history]:
+            prompt += _earlier_turns(row[history])
+        asked = [_text(row, question)]
+        for name in contexts:
+            context = _text_or_none(row, name)
+            if context:
+                asked.append(context)
+        prompt.append({"role": "user", "content": "\n".join(asked)})
+        completion = [{"role": "assistant", "content": _text(row, answer)}]
+        if whole:
+            return {"messages": prompt + completion}
+        return {"prompt": prompt, "completion": completion}
+
+    made = ("messages",) if whole else ("prompt", "completion")
+    return Form(description, frozenset(user_columns + before + [answer]), convert, made)
+
+
+def _system_column(kinds: Mapping[str, str]) -> str | None:
+    for name in tables()["system"]:
+        if kinds.get(name) == "text":
+            return name
+    return None
+
+
+# one row
 
 
 def alpaca_prompt(instruction: str, input: str = "") -> str:
     """Alpaca's prompt, with or without input. The answer follows directly."""
-    return tables()["alpaca"]["with_input" if input else "without_input"].format(instruction=instruction, input=input)
+    template = tables()["alpaca"]["with_input" if input else "without_input"]
+    return template.format(instruction=instruction, input=input)
 
 
-def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
+def alpaca_row(row: Row) -> dict[str, str]:
     """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised. Raises
-    TypeError where a column is not text: `str.format` would write the word None."""
-    for name in ALPACA_COLUMNS:
-        if not isinstance(row[name], str) and (name != "input" or row[name] is not None):
-            raise TypeError(f"{name} is {row[name]!r}, not text")
-    return {"prompt": alpaca_prompt(row["instruction"], row["input"] or ""), "completion": row["output"]}
+    RowError where a column is not text: `str.format` would write the word None."""
+    prompt = alpaca_prompt(_text(row, "instruction"), _text_or_none(row, "input") or "")
+    return {"prompt": prompt, "completion": _text(row, "output")}
 
 
-def alpaca_turns(row: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """An Alpaca row as a conversation: Alpaca's prompt, whole, is the user's turn. Raises TypeError."""
-    turns = zip(("user", "assistant"), alpaca_row(row).values(), strict=True)
-    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+def alpaca_turns(row: Row) -> dict[str, list[dict[str, str]]]:
+    """An Alpaca row as a conversation: Alpaca's prompt, whole, is the user's turn. Raises RowError."""
+    texts = alpaca_row(row)
+    user = {"role": "user", "content": texts["prompt"]}
+    return {"messages": [user, {"role": "assistant", "content": texts["completion"]}]}
 
 
-def recognise(first: Mapping[str, Any], settings: Settings, dataset_format: str | None) -> Form | None:
-    """The form of rows whose first is `first`; None where the recipe trains on nothing that is there."""
-    if dataset_format in ("alpaca", "alpaca_chat"):
-        chat, description = dataset_format == "alpaca_chat", "instruction, input and output, in Alpaca's prompt"
-        form = Form(f"{description}, as turns", alpaca_turns, chat=True) if chat else Form(description, alpaca_row)
-        return form if first.keys() >= {*ALPACA_COLUMNS} else None
-    if (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        return Form("input_ids, as they are") if "input_ids" in first else None
-    if dataset_format != "chat" and {"prompt", "completion"} <= first.keys():
-        chat = isinstance(first["prompt"], list)
-        return Form(f"prompt and completion, as {'turns' if chat else 'text'}", chat=chat)
-    conversations = [name for name in tables()["conversations"] if _is_conversation(first.get(name))]
-    if conversations:
-        return _conversation(conversations[0], first)
-    if dataset_format != "chat":
-        plain = ("input_ids", settings.dataset_text_field)
-        if found := next((name for name in plain if name in first), None):
-            return Form(f"{found}, as {'it is' if found == settings.dataset_text_field else 'they are'}")
-    return _pair({name for name, value in first.items() if isinstance(value, str | None)}, first, settings)
+def turns_of(row: Row, column: str) -> list[Row]:
+    """The turns of a column as messages: role, content, the turn's other keys, and `weight: 0` where it has no loss.
+    Raises RowError."""
+    turns = row[column]
+    if not isinstance(turns, list) or not turns:
+        raise RowError(f"{column} is {turns!r}, not a list of messages")
+    return [_message(turn, f"message {number} of {column}") for number, turn in enumerate(turns)]
+
+
+def _message(turn: Any, place: str) -> Row:
+    if not isinstance(turn, Mapping):
+        raise RowError(f"{place} is {turn!r}, which has no role")
+    speaker = _first_set(turn, "speaker")
+    if speaker is None:
+        raise RowError(f"{place} has no role")
+    text = _first_set(turn, "text")
+    message = {"role": _role(turn[speaker], place), "content": None}
+    if text is not None:
+        message["content"] = _content(turn[text], place)
+    elif not turn.get("tool_calls"):
+        raise RowError(f"{place} ({message['role']}) has no content")
+    weight = _weight(turn, place)
+    consumed = {speaker, text, *tables()["weights"], *message}
+    for name, value in turn.items():
+        if name not in consumed and value is not None:
+            message[name] = value
+    if weight == 0:
+        message["weight"] = 0
+    return message
+
+
+def _first_set(turn: Mapping[str, Any], key: str) -> str | None:
+    """The first of forms.yaml's names under `key` that this turn has a value for."""
+    for name in tables()[key]:
+        if turn.get(name) is not None:
+            return name
+    return None
+
+
+def _role(name: Any, place: str) -> str:
+    roles = tables()["roles"]
+    role = roles.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        raise RowError(f"{place} has the unknown role {name!r}; known are {', '.join(roles)}")
+    return role
+
+
+def _content(value: Any, place: str) -> str:
+    """A turn's text; of a list of parts, as APIs write it, the texts joined."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise RowError(f"the content of {place} is {value!r}, not text")
+    texts = []
+    for part in value:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in tables()["text_parts"] or not isinstance(part.get("text"), str):
+            raise RowError(f"{place} has a part of the type {kind!r}; only texts can be trained")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _weight(values: Mapping[str, Any], place: str) -> int:
+    """1 for a loss, 0 for none, of a turn or a row. Raises RowError for other values and for other projects' keys."""
+    for name in tables()["other_weights"]:
+        if values.get(name) is not None:
+            raise RowError(f"{place} has `{name}`, which zero-recipes does not read")
+    found = {}
+    for name in tables()["weights"]:
+        value = values.get(name)
+        if value is None:
+            continue
+        if value not in (0, 1):
+            raise RowError(f"`{name}` of {place} is {value!r}, not 0 or 1")
+        found[name] = int(value)
+    if len(set(found.values())) > 1:
+        raise RowError(f"{place} has {' and '.join(found)}, which contradict each other")
+    return min(found.values(), default=1)
+
+
+def _earlier_turns(history: list[Any]) -> list[Row]:
+    """Turns of the column `history`: pairs of a question and its answer, or messages."""
+    if isinstance(history[0], Mapping):
+        return turns_of({"history": history}, "history")
+    turns = []
+    for pair in history:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise RowError(f"history has {pair!r}, not a question and its answer")
+        turns.append({"role": "user", "content": pair[0]})
+        turns.append({"role": "assistant", "content": pair[1]})
+    return turns
+
+
+def _text(row: Row, name: str) -> str:
+    if not isinstance(row[name], str):
+        raise RowError(f"{name} is {row[name]!r}, not text")
+    return row[name]
+
+
+def _text_or_none(row: Row, name: str | None) -> str | None:
+    if name is None or row.get(name) is None:
+        return None
+    return _text(row, name)
+
+
+# all rows
 
 
 def convert(rows: Rows, form: Form, split: str = "the data") -> Rows:
-    """The rows as TRL takes them; other columns are dropped. Raises Refusal."""
-    if form.convert is None:
+    """The rows as TRL takes them, without the columns that the form does not read. Raises Refusal, with the row."""
+    columns = rows.column_names or list(next(iter(rows)))
+    with library_error_as_finding(f"reading the rows of {split}"), row_errors_as_findings(split):
+        if form.convert is None:
+            return rows.select_columns([name for name in columns if name in form.used])
+        kept = [name for name in tables()["kept"] if form.turns and name in columns]
+        removed = [name for name in columns if name not in kept]
+        features = None
+        if form.turns and rows.features is not None:
+            features = Features(dict.fromkeys(form.turns, TURNS) | {name: rows.features[name] for name in kept})
+        by_number = partial(_numbered, form.convert)
+        return rows.map(by_number, with_indices=True, remove_columns=removed, features=features)
+
+
+def leave_out_weightless(rows: Rows, kinds: Mapping[str, str], split: str = "the data") -> Rows:
+    """The rows without those of `weight: 0`. Raises Refusal for other values, with the row."""
+    names = (*tables()["weights"], *tables()["other_weights"])
+    if all(kinds.get(name, "null") == "null" for name in names):
         return rows
-    with library_error_as_finding(f"reading the rows of {split}"):
-        columns = rows.column_names or list(next(iter(rows)))
-        removed = [name for name in columns if not form.chat or name not in tables()["kept"]]
-        return rows.map(partial(_numbered, form.convert), with_indices=True, remove_columns=removed)
+
+    def has_weight(row: Row) -> dict[str, bool]:
+        return _weight(row, "the row") == 1
+
+    with library_error_as_finding(f"reading the rows of {split}"), row_errors_as_findings(split):
+        return rows.filter(partial(_numbered, has_weight), with_indices=True)
+
+
+def _numbered(function: Callable[[Row], Any], row: Row, number: int) -> Any:
+    try:
+        return function(row)
+    except RowError as error:
+        error.row = number
+        raise
+
+
+def unread(kinds: Mapping[str, str], form: Form) -> list[str]:
+    """Columns with values that nothing reads."""
+    read = {*form.used, *tables()["weights"]}
+    if form.turns:
+        read |= {*tables()["kept"]}
+    return [name for name, kind in kinds.items() if kind != "null" and name not in read]
+
+
+def not_text_findings(kinds: Mapping[str, str], split: str) -> Iterator[Finding]:
+    """Columns that would be a question, an answer or a text, if they held texts."""
+    names = {*tables()["questions"], *tables()["answers"], "text"}
+    for name, kind in kinds.items():
+        if name in names and kind not in ("text", "null", "turns", "list"):
+            yield finding("ZR526", column=name, split=split, kind=kind)
 
 
 def rename(rows: Rows, columns: Mapping[str, str] | None) -> Rows:
@@ -87,153 +402,3 @@ def rename(rows: Rows, columns: Mapping[str, str] | None) -> Rows:
         return rows
     taken = [new for new, old in columns.items() if new in (rows.column_names or ()) and new not in columns.values()]
     return rows.remove_columns(taken).rename_columns({old: new for new, old in columns.items() if old != new})
-
-
-def _numbered(convert: Callable, row: dict[str, Any], number: int) -> dict[str, Any]:
-    try:
-        return convert(row)
-    except TypeError as error:
-        raise TypeError(f"row {number}: {error}") from None
-
-
-def _is_conversation(value: Any) -> bool:
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and all(_named(key, first) for key in ("speaker", "text"))
-
-
-def _named(key: str, columns: Mapping[str, Any], kind: type = object) -> str | None:
-    """The first of forms.yaml's names under `key` that is there, with a value of this kind."""
-    return next((name for name in tables()[key] if name in columns and isinstance(columns[name], kind)), None)
-
-
-def _conversation(column: str, first: Mapping[str, Any]) -> Form:
-    turns, roles, system = first[column], tables()["roles"], _named("system", first, str)
-    speaker, text = (_named(key, turns[0]) for key in ("speaker", "text"))
-    others = {str(turn.get(speaker)): None for turn in turns if roles.get(turn.get(speaker)) != turn.get(speaker)}
-    known = [f"{name} is {roles[name]}" for name in others if name in roles]
-    if (column, speaker, text, system, known) == ("messages", "role", "content", None, []):
-        return Form("messages, as they are", chat=True)
-    description = f"{column} with {speaker} and {text}, as messages"
-    description += f" ({', '.join(known)})" if known else ""
-    description += f"; {system} goes before them" if system else ""
-    return Form(description, partial(_as_messages, column, speaker, text, system), chat=True)
-
-
-def _as_messages(column: str, speaker: str, text: str, system: str | None, row: dict[str, Any]) -> dict[str, Any]:
-    roles, messages = tables()["roles"], []
-    if not isinstance(row[column], list) or not row[column]:
-        raise TypeError(f"{column} is {row[column]!r}, not a list of messages")
-    for message in row[column]:
-        name = message.get(speaker)
-        if name not in roles:
-            raise TypeError(f"{speaker} is {name!r} in {column}; known are {', '.join(roles)}")
-        messages.append({"role": roles[name], "content": message.get(text)})
-    before = row.get(system) if system and messages[0]["role"] != "system" else None
-    return {"messages": [{"role": "system", "content": before}] * bool(before) + messages}
-
-
-def _pair(columns: set[str], first: Mapping[str, Any], settings: Settings) -> Form | None:
-    """None too where two columns could be the question, or the answer: the recipe's `columns` says which."""
-    named = tables()
-    questions, answers = ([name for name in named[key] if name in columns] for key in ("questions", "answers"))
-    contexts = [name for name in named["contexts"] if name in columns and questions not in ([name], [])]
-    questions = [name for name in questions if name not in contexts]
-    if len(questions) != 1 or len(answers) != 1 or len(contexts) > 1:
-        return None
-    system, history = _named("system", first, str), "history" if isinstance(first.get("history"), list) else None
-    user_columns, before = questions + contexts, [name for name in (system, history) if name]
-    description = f"{' and '.join(user_columns)} as the user's turn, {answers[0]} as the assistant's"
-    description += f"; {' and '.join(before)} before them" if before else ""
-    pair = partial(_as_turns, tuple(user_columns), answers[0], system, history, bool(settings.assistant_only_loss))
-    return Form(description, pair, chat=True)
-
-
-def _as_turns(
-    questions: tuple[str, ...], answer: str, system: str | None, history: str | None, whole: bool, row: dict[str, Any]
-) -> dict[str, Any]:
-    """`whole`: as one list of messages, whose assistant's turns all carry loss."""
-    for name in (questions[0], answer):
-        if not isinstance(row[name], str):
-            raise TypeError(f"{name} is {row[name]!r}, not text")
-    earlier = [pair for pair in (row[history] or [])] if history else []
-    turns = [turn for pair in earlier for turn in zip(("user", "assistant"), pair, strict=True)]
-    turns = ([("system", row[system])] if system and row[system] else []) + turns
-    turns.append(("user", "\n".join(row[name] for name in questions if row[name])))
-    prompt, completion = (
-        [{"role": role, "content": text} for role, text in part] for part in (turns, [("assistant", row[answer])])
-    )
-    return {"messages": prompt + completion} if whole else {"prompt": prompt, "completion": completion}
-
-
-# Masks of the assistant's tokens for chat templates without `{% generation %}`, by rendering prefixes. A turn begins
-# where the conversation before it ends, rendered with the generation prompt. It ends with the first special token that
-# the template writes after an answer.
-
-ANSWER = "zero recipes"  # a text that no template changes
-
-
-def mask_by(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> str | None:
-    """How the assistant's tokens are found here: "turn" or "answer"; None where TRL does it, or none is needed."""
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
-    named, template = getattr(training_args, "assistant_mask", None), tokenizer.chat_template
-    columns = rows.column_names or list(next(iter(rows)))
-    if not training_args.assistant_only_loss or not template or named == "template" or "input_ids" in columns:
-        return None
-    if named is not None or has_generation_markers(template):
-        return named
-    try:
-        get_training_chat_template(tokenizer)
-    except Exception:  # ValueError where TRL has no version of its own, others from a template that takes no tool calls
-        return "turn"
-    return None
-
-
-def masked(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args, workers: int | None = None) -> Rows:
-    """The rows with input_ids and assistant_masks where the masks are made here; else as they are. Raises Refusal."""
-    how = mask_by(rows, tokenizer, training_args)
-    if how is None:
-        return rows
-    only = training_args.completion_only_loss is not False
-    with library_error_as_finding("masking all but the assistant's tokens"):
-        keywords = {"end": _end_of_turn(tokenizer), "how": how, "only_completion": only, "tokenizer": tokenizer}
-        several = {"fn_kwargs": keywords} | ({} if workers is None else {"num_proc": workers})
-        columns = rows.column_names or list(next(iter(rows)))
-        return rows.map(_masked, with_indices=True, remove_columns=columns, **several)
-
-
-def _masked(row: dict[str, Any], number: int, end: str, how: str, only_completion: bool, tokenizer) -> dict[str, Any]:
-    prompt = row.get("prompt") or []
-    messages = prompt + row["completion"] if prompt else row["messages"]
-    tools = row.get("tools")
-    options = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
-    options |= row.get("chat_template_kwargs") or {}
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    spans = []
-    for at, message in enumerate(messages):
-        if message["role"] != "assistant" or (only_completion and at < len(prompt)):
-            continue
-        before = tokenizer.apply_chat_template(messages[:at], tokenize=False, add_generation_prompt=True, **options)
-        if not text.startswith(before):
-            raise refusal("ZR892", row=number, turn=at)
-        stop = text.find(end, len(before))
-        stop = len(text) if stop < 0 else stop + len(end)
-        start = len(before)
-        if how == "answer" and isinstance(message.get("content"), str):
-            start = max(start, text.find(message["content"].strip(), start, stop))
-        if how == "turn":  # up to the next turn: line breaks that the template writes
-            stop = len(text) - len(text[stop:].lstrip())
-        spans.append((start, stop))
-    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    inside = [int(any(a < last and first < b for a, b in spans)) for first, last in tokens["offset_mapping"]]
-    return {"input_ids": tokens["input_ids"], "assistant_masks": inside}
-
-
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the template writes after an answer, up to the first special token."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
-    tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(ANSWER)[2]
-    special = [token for token in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()) if token in tail]
-    if not special:
-        raise refusal("ZR891", tail=tail)
-    return min(special, key=tail.index)

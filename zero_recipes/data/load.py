@@ -11,17 +11,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import fsspec
+import pandas
 import pyarrow
-from datasets import DatasetDict, concatenate_datasets, interleave_datasets, load_dataset, load_dataset_builder
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    Value,
+    concatenate_datasets,
+    interleave_datasets,
+    load_dataset,
+    load_dataset_builder,
+)
 from pyarrow import parquet
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config import keys
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Refusal, first_line, library_error_as_finding, refusal
+from zero_recipes.core.findings import Refusal, first_line, library_error_as_finding, raise_errors, refusal
 from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
-from zero_recipes.libs.huggingface import single_process_env
+from zero_recipes.libs.huggingface import read_texts_as_texts, single_process_env
 
 ALPACA = ", ".join(forms.ALPACA_COLUMNS)
 WANTED = {"alpaca": ALPACA, "alpaca_chat": ALPACA, "chat": "messages, conversations, or one question with one answer"}
@@ -48,7 +58,8 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
         return rows
 
     train = rows_of("dataset_train_split")
-    return train, rows_of("dataset_test_split") if settings.evaluates else None, list(dict.fromkeys(found))
+    evaluation = rows_of("dataset_test_split") if settings.evaluates else None
+    return train, evaluation, list({form.description: form for form in found}.values())
 
 
 def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
@@ -62,7 +73,7 @@ def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
             mixed, found = _mixed(settings)
             share = settings.test_split_size
             return DatasetDict({"train": mixed}) if share is None else mixed.train_test_split(test_size=share), found
-        return load_dataset(**sources[0], streaming=settings.dataset_streaming), []
+        return _loaded(sources[0], None, settings.dataset_streaming), []
 
 
 def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
@@ -84,21 +95,49 @@ def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
 
 
 def _entry(entry: dict[str, Any], settings: Settings) -> tuple[Rows, Form]:
-    from trl import DatasetMixtureConfig, get_dataset
+    """One entry of `datasets`, as TRL's get_dataset loads it, and formatted."""
+    split = entry.get("split") or "train"
+    rows = _loaded(_source_of_entry(entry), split, settings.streaming)
+    if isinstance(entry.get("columns"), list):
+        rows = rows.select_columns(entry["columns"])
+    return _formatted(rows, split, settings, entry)
 
-    columns = entry.get("columns")
-    taken = {key: value for key, value in entry.items() if key not in (*keys.ENTRY_KEYS, "fraction")}
-    taken |= _by_format(entry["path"])
-    taken["columns"] = None if isinstance(columns, Mapping) else columns
-    rows = get_dataset(DatasetMixtureConfig([taken], settings.streaming))["train"]
-    return _formatted(rows, entry.get("split") or "train", settings, entry)
+
+def _loaded(source: dict[str, Any], split: str | None, streaming: bool) -> Any:
+    """Rows of a split, or all splits. A CSV file holds texts: pandas would make the number 2101 of the text 02101, and
+    nothing of the text NA."""
+    read_texts_as_texts()
+    more = {}
+    columns = _csv_columns(source)
+    if columns is not None:
+        more["features"] = Features(dict.fromkeys(columns, Value("string")))
+        more["keep_default_na"] = False
+    return load_dataset(**source, split=split, streaming=streaming, **more)
+
+
+def _csv_columns(source: dict[str, Any]) -> list[str] | None:
+    """The header of CSV files that are here; None of other data. Raises Refusal where their records have more fields:
+    pandas makes an index of the first ones, and every column moves."""
+    files = [file for file in _local_files([source]) if file.removesuffix(".gz").endswith((".csv", ".tsv"))]
+    if not files:
+        return None
+    head = pandas.read_csv(files[0], nrows=1, dtype=str)
+    if not isinstance(head.index, pandas.RangeIndex):
+        columns = ", ".join(head.columns)
+        wanted = "as many fields in a record as the CSV header has"
+        raise refusal("ZR508", split=files[0], columns=columns, wanted=wanted)
+    return list(head.columns)
 
 
 def _sources(settings: Settings) -> list[dict[str, Any]]:
     """What `load_dataset` takes, for each."""
-    names = ("path", "name", "data_dir", "data_files")
-    mixture = [{key: entry.get(key) for key in names} | _by_format(entry["path"]) for entry in settings.datasets]
+    mixture = [_source_of_entry(entry) for entry in settings.datasets]
     return mixture or [{"name": settings.dataset_config} | _by_format(settings.dataset_name)]
+
+
+def _source_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    source = {key: entry.get(key) for key in ("path", "name", "data_dir", "data_files")}
+    return source | _by_format(entry["path"])
 
 
 def _by_format(path: str | None) -> dict[str, Any]:
@@ -110,24 +149,31 @@ def _by_format(path: str | None) -> dict[str, Any]:
 
 def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, Any]) -> tuple[Rows, Form]:
     """Rows of one source as TRL takes them. `entry`: of `datasets`, whose own keys go before the recipe's. Raises
-    Refusal where nothing is recognised in the first row."""
-    sources = _sources(settings)
+    Refusal where the columns are of no form, or a row does not fit."""
     own = entry.get("columns") if isinstance(entry.get("columns"), Mapping) else None
     dataset_format = entry.get("dataset_format") or settings.dataset_format
-    with reading(sources):
+    with reading(_sources(settings)):
         rows = forms.rename(rows, own or settings.columns)
-        first = next(iter(rows), None)
-    if not first:
-        raise refusal("ZR523", split=split)
-    # pandas makes an index of the first fields where a CSV file's records have more than its header
-    uneven = "__index_level_0__" in first and any(file.endswith((".csv", ".tsv")) for file in _local_files(sources))
-    form = None if uneven else forms.recognise(first, settings, dataset_format)
+        if next(iter(rows), None) is None:
+            raise refusal("ZR523", split=split)
+        kinds = forms.column_kinds(rows)
+    form = forms.recognise(kinds, settings, dataset_format)
     if form is None:
-        wanted = "as many fields as the CSV header has" if uneven else WANTED.get(dataset_format, TRAINED_ON)
-        raise refusal("ZR508", split=split, columns=", ".join(sorted(first)), wanted=wanted)
-    if settings.assistant_only_loss and not form.chat:  # TRL 1.16 refuses it once it has the model
-        raise refusal("ZR431", first=", ".join(first))
-    return forms.convert(rows, form, split), form
+        raise_errors(list(forms.not_text_findings(kinds, split)))
+        wanted = WANTED.get(dataset_format, TRAINED_ON)
+        raise refusal("ZR508", split=split, columns=", ".join(sorted(kinds)), wanted=wanted)
+    if settings.assistant_only_loss and not form.turns:  # TRL 1.16 refuses it once it has the model
+        raise refusal("ZR431", first=", ".join(kinds))
+    unread = forms.unread(kinds, form)
+    if unread:
+        form = form._replace(description=f"{form.description}; not used: {', '.join(unread)}")
+    kept = forms.leave_out_weightless(rows, kinds, split)
+    if isinstance(kept, Dataset) and len(kept) < len(rows):
+        left_out = len(rows) - len(kept)
+        form = form._replace(description=f"{form.description}; {left_out:,} rows of weight 0 are left out")
+    rows = forms.convert(kept, form, split)
+    with reading(_sources(settings)), forms.row_errors_as_findings(split):
+        return rows, form._replace(example=next(iter(rows), None))
 
 
 def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:

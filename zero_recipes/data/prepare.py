@@ -11,6 +11,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -29,16 +30,17 @@ from zero_recipes.core.findings import (
     Finding,
     Refusal,
     downgraded,
+    finding,
     first_line,
     ignored_codes,
     library_error_as_finding,
     raise_errors,
     refusal,
 )
-from zero_recipes.core.host import Host
 from zero_recipes.core.process import forks_end_with_parent
+from zero_recipes.data import as_written, forms, load, masks
 from zero_recipes.data import audit as audits
-from zero_recipes.data import forms, load
+from zero_recipes.data.as_written import as_written_findings
 from zero_recipes.data.audit import Audit
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.distributed.group import once_per_node
@@ -47,7 +49,6 @@ from zero_recipes.libs.huggingface import single_process_env
 
 DAY = 86400.0  # seconds: nothing is prepared for longer
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
-ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
 PLANNED_ROWS = 2000  # tokenised for a plan, spread over all: the mean of Alpaca's is then known to 2 %
 # what TRL's preparation reads of the arguments (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
 _READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", "eval_packing", "shuffle_dataset")
@@ -55,7 +56,7 @@ _READ_BY_TRL += ("completion_only_loss", "assistant_only_loss", "dataset_text_fi
 _READ_HERE = ("dataset_kwargs", "assistant_mask", "long_rows")
 _VERSIONS = ("trl", "transformers", "datasets")
 # our own code that makes rows
-_OUR_PARTS = [Path(__file__), *(Path(part.__file__) for part in (audits, forms, load, huggingface))]
+_OUR_PARTS = [Path(__file__), *(Path(part.__file__) for part in (as_written, audits, forms, load, masks, huggingface))]
 _OUR_PARTS.append(Path(forms.__file__).with_suffix(".yaml"))
 
 
@@ -70,8 +71,9 @@ class Data(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows tokenised whole, the same as they are trained on, and their counts."""
+    """Rows, the same tokenised whole and as they are trained on, and their counts."""
 
+    rows: Dataset
     tokenised: Dataset
     ready: Dataset
     audit: Audit
@@ -107,10 +109,10 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
         train, evaluation, _ = load.load_rows(settings)
         if evaluation is not None:  # whole, in memory: of a stream's shares that differ in length ranks wait for others
             evaluation = Dataset.from_list(list(evaluation), features=evaluation.features)
-        templated = load.apply_chat_template_file(tokenizer, settings)
-        if forms.mask_by(train, templated, training_args) is not None:
-            train = forms.masked(train, templated, training_args)
-            evaluation = evaluation and forms.masked(evaluation, templated, training_args)
+        if not (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            templated = load.apply_chat_template_file(tokenizer, settings)
+            train = _tokenised_stream(train, templated, training_args)
+            evaluation = evaluation and _tokenised_stream(evaluation, templated, training_args)
             training_args.assistant_only_loss = False
     else:
         splits = datasets.load_from_disk(made["folder"])
@@ -121,6 +123,10 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
     findings = downgraded([Finding(**finding) for finding in made["findings"]], ignored)
     audit = Audit(**made["audit"])
     return Prepared(tokenizer, train, evaluation, samples, audit, findings, made["data_sha256"], made["shown"])
+
+
+def _tokenised_stream(rows: load.Rows, tokenizer, training_args) -> load.Rows:
+    return masks.tokenise(rows, tokenizer, training_args).select_columns(["input_ids", "labels"])
 
 
 def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozenset[str]) -> dict:
@@ -136,12 +142,13 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
             splits, findings = prepare_splits(data, settings, training_args)
         raise_errors(downgraded(findings, ignored))
         made = {"audit": asdict(splits[0].audit), "findings": [asdict(finding) for finding in findings]}
-        made["shown"] = audits.shown_rows(splits[0].tokenised, data.tokenizer)
+        made["recognised"] = recognised(data, splits[0])
+        made["shown"] = shown_rows(data, splits[0], training_args)
         made["data_sha256"] = data_sha256(splits[0].ready)
         if folder is not None:
             _keep(folder, [split.ready for split in splits], made)
     samples = with_tokens(data.samples, data.tokenizer, training_args)
-    shown = [[form.description for form in data.forms], made["shown"]]
+    shown = [made["recognised"], made["shown"]]
     return made | {"folder": folder and str(folder), "samples": [asdict(sample) for sample in samples], "shown": shown}
 
 
@@ -149,22 +156,13 @@ def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
     """Rows, samples and tokenizer of a recipe, nothing tokenised yet. Raises Refusal."""
     tokenizer = load.apply_chat_template_file(tokenizer, settings)
     rows, evaluation, found = load.load_rows(settings)
-    if unwritable := [form.description for form in found if form.convert and form.chat and not tokenizer.chat_template]:
-        raise refusal("ZR890", form=unwritable[0])
+    for form in found:
+        if form.turns and not tokenizer.chat_template:
+            raise refusal("ZR890", form=form.description)
     prompts = rows_to_ask(settings.sample_prompts, evaluation, settings)
     split = settings.dataset_test_split
     samples = choose_samples(settings.sample_prompts, prompts, settings.dataset_format, tokenizer, split)
     return Data(rows, evaluation, samples, tokenizer, found)
-
-
-def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
-    """input_ids and labels of each row, before truncation, dropping, packing and shuffling. By the code that SFTTrainer
-    trains with. `tokenizer`: with the chat template applied."""
-    whole = copy.copy(training_args)
-    whole.max_length, whole.shuffle_dataset = None, False
-    whole.dataset_num_proc = workers(len(rows), training_args.dataset_num_proc)
-    rows = forms.masked(rows, tokenizer, whole, whole.dataset_num_proc)
-    return huggingface.prepare_dataset(rows, tokenizer, whole, packing=False)
 
 
 def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
@@ -173,17 +171,8 @@ def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args
     single = copy.copy(training_args)
     if audits.drops_long_rows(training_args):
         tokenised = tokenised.select(np.flatnonzero(audits.row_lengths(tokenised) <= training_args.max_length))
-    single.dataset_num_proc = None if packing else workers(len(tokenised), training_args.dataset_num_proc)
+    single.dataset_num_proc = None if packing else masks.workers(len(tokenised), training_args.dataset_num_proc)
     return huggingface.prepare_dataset(tokenised, tokenizer, single, packing)
-
-
-def workers(rows: int, requested: int | None) -> int | None:
-    """How many processes prepare so many rows: what the recipe says, else one for each core that this process really
-    has, as far as each has enough rows to be worth its start; None for this process alone."""
-    if requested is not None:
-        return requested
-    found = min(Host().cores(), rows // ROWS_OF_A_WORKER)
-    return found if found > 1 else None
 
 
 def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[Split], list[Finding]]:
@@ -207,8 +196,9 @@ def _start_of(rows: load.Rows, split: str) -> Dataset:
     """The rows, or the first of a stream."""
     if isinstance(rows, Dataset):
         return rows
-    with library_error_as_finding(f"reading the rows of {split}"):
-        return Dataset.from_list(list(rows.take(STREAMED_ROWS)))
+    with library_error_as_finding(f"reading the rows of {split}"), forms.row_errors_as_findings(split):
+        first_rows = list(rows.take(STREAMED_ROWS))
+        return Dataset.from_list(first_rows, features=rows.features, on_mixed_types="use_json")
 
 
 def prepare_split(
@@ -217,13 +207,47 @@ def prepare_split(
     """One split tokenised whole and as it is trained on, its counts, and what is wrong with it. Raises Refusal."""
     with library_error_as_finding(f"tokenizing the rows of {split}"):
         audits.refuse_broken_rows(rows, tokenizer, training_args.dataset_text_field, split)
+        findings = []
         if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
             tokenised = ready = rows
         else:
-            tokenised = tokenise(rows, tokenizer, training_args)
+            tokenised = masks.tokenise_as_written(rows, tokenizer, training_args)
+            if "input_ids" not in rows.column_names:
+                findings += _doubled_marker_findings(tokenised, tokenizer, split)
+                tokenised = masks.with_single_markers(tokenised, tokenizer)
+            findings += as_written_findings(rows, tokenised, tokenizer, training_args, split)
             ready = finish(tokenised, tokenizer, training_args, packing)
     found = audits.audit(rows, tokenised, ready, tokenizer, training_args)
-    return Split(tokenised, ready, found), list(audits.audit_findings(found, rows, tokenizer, training_args, split))
+    findings += audits.audit_findings(found, rows, tokenizer, training_args, split)
+    return Split(rows, tokenised, ready, found), findings
+
+
+def _doubled_marker_findings(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Iterator[Finding]:
+    doubled = masks.rows_with_doubled_markers(tokenised, tokenizer)
+    if doubled:
+        markers = " and ".join(dict.fromkeys(map(str, (tokenizer.bos_token, tokenizer.eos_token))))
+        yield finding("ZR530", count=len(doubled), rows=len(tokenised), split=split, row=doubled[0], markers=markers)
+
+
+def recognised(data: Data, split: Split) -> list[str]:
+    """What the columns and the turns of a split are taken for, in words, and what nothing reads."""
+    lines = [form.description for form in data.forms]
+    unread = as_written.unread_by_template(split.rows, data.tokenizer)
+    if unread:
+        lines.append(f"not read by the chat template: {', '.join(unread)}")
+    return lines
+
+
+def shown_rows(data: Data, split: Split, training_args) -> list[tuple[int, list[tuple[str, bool]]]]:
+    """Three rows, or of several forms one each, as (number, [(text, whether it has a loss)])."""
+    examples = [form.example for form in data.forms if form.example is not None]
+    if len(examples) < 2:
+        return audits.shown_rows(split.tokenised, data.tokenizer)
+    shown = []
+    for example in examples:
+        row = Dataset.from_list([example], on_mixed_types="use_json")
+        shown += audits.shown_rows(masks.tokenise(row, data.tokenizer, training_args), data.tokenizer)
+    return shown
 
 
 def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
@@ -305,7 +329,7 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
         return _of_prepared(ready, f"all {len(rows):,} rows, as prepared by an earlier run")
     ready = chosen = rows.select(range(0, len(rows), -(-len(rows) // PLANNED_ROWS)))
     if not (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        ready = finish(tokenise(chosen, data.tokenizer, args), data.tokenizer, args, args.packing)
+        ready = finish(masks.tokenise(chosen, data.tokenizer, args), data.tokenizer, args, args.packing)
     epoch = round(len(ready) * len(rows) / len(chosen))
     whole = f"all {len(rows):,} rows" if len(chosen) == len(rows) else f"{len(chosen):,} of {len(rows):,} rows"
     return replace(_of_prepared(ready, f"{whole} tokenised"), epoch=epoch)

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
-from zero_recipes.data.forms import alpaca_prompt, alpaca_row
+from zero_recipes.data.forms import alpaca_prompt, alpaca_row, tables, turns_of
 from zero_recipes.data.load import load_rows
+from zero_recipes.data.masks import Chat, tokenise, without_beginning
 from zero_recipes.libs.huggingface import prepare_dataset
 
 
@@ -77,23 +78,30 @@ def choose_samples(
 
 
 def _sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str) -> Sample:
-    from trl import maybe_convert_to_chatml
-
-    row = maybe_convert_to_chatml(row)
-    more = {key: row[key] for key in ("tools", "chat_template_kwargs") if row.get(key)}
-    if isinstance(row.get("messages"), list):
-        row = {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
-    prompt, completion = row["prompt"], row.get("completion")
-    trained = None if completion is None or completion == [] else {"prompt": prompt, "completion": completion} | more
-    if templated := isinstance(prompt, list):
-        tools = more.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        prompt = tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=True, tools=tools, **more.get("chat_template_kwargs", {})
-        )
+    more = {key: row[key] for key in tables()["kept"] if row.get(key)}
+    prompt, completion = _prompt_and_completion(row)
+    trained = None
+    if completion is not None and completion != []:
+        trained = {"prompt": prompt, "completion": completion} | more
+    templated = isinstance(prompt, list)
+    if templated:
+        prompt = Chat.of_row({"messages": prompt} | more, tokenizer).render(prompt, to_answer=True)
         completion = completion and completion[-1]["content"]
+    else:
+        prompt = without_beginning(_text(prompt), tokenizer)
     reference = None if trained is None else _text(completion)
     return Sample(_text(prompt), reference, templated, source, trained)
+
+
+def _prompt_and_completion(row: dict[str, Any]) -> tuple[Any, Any]:
+    """Texts, or lists of messages; the completion is None where there is none."""
+    for name in tables()["conversations"]:
+        if isinstance(row.get(name), list):
+            turns = turns_of(row, name)
+            return turns[:-1], turns[-1:]
+    if isinstance(row["prompt"], list):
+        return turns_of(row, "prompt"), turns_of(row, "completion") if row.get("completion") else None
+    return row["prompt"], row.get("completion")
 
 
 def _text(value: Any) -> str:
@@ -108,11 +116,17 @@ def with_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, train
     SFTTrainer trains with: a tokenizer may write a word otherwise at a text's beginning than behind the prompt
     (SentencePiece's space mark). The answer's tokens alone carry loss, whatever training gives a loss."""
     single = copy.copy(training_args)
-    single.shuffle_dataset, single.completion_only_loss, single.dataset_num_proc = False, True, None
+    single.shuffle_dataset = False
+    single.completion_only_loss = True
+    single.dataset_num_proc = None
     found = {}
     for templated in (False, True):  # a data set has rows of one kind
-        rows = [s.row | {"sample": i} for i, s in enumerate(samples) if s.row is not None and s.templated == templated]
+        rows = []
+        for number, sample in enumerate(samples):
+            if sample.row is not None and sample.templated == templated:
+                rows.append(sample.row | {"sample": number})
         if rows:
-            for row in prepare_dataset(Dataset.from_list(rows), tokenizer, single, packing=False):
+            tokenised = tokenise(Dataset.from_list(rows, on_mixed_types="use_json"), tokenizer, single)
+            for row in prepare_dataset(tokenised, tokenizer, single, packing=False):
                 found[row["sample"]] = {"ids": tuple(row["input_ids"]), "labels": tuple(row["labels"])}
-    return [replace(sample, row=None, **found.get(i, {})) for i, sample in enumerate(samples)]
+    return [replace(sample, row=None, **found.get(number, {})) for number, sample in enumerate(samples)]

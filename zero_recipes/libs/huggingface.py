@@ -88,23 +88,69 @@ def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, trainin
     Private: SFTTrainer._prepare_dataset and `global_then_local_main_first` (TRL 1.16, trainer/sft_trainer.py). The
     method needs three attributes of a trainer; its turns would wait for ranks that are not here.
     """
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
     from trl.trainer import sft_trainer
 
-    template = None
-    needs_masks = training_args.assistant_only_loss and "input_ids" not in rows.column_names
-    if needs_masks and not has_generation_markers(tokenizer.chat_template):
-        template = get_training_chat_template(tokenizer)
-    only = training_args.completion_only_loss
+    columns = rows.column_names or list(next(iter(rows)))
+    only_completion = training_args.completion_only_loss
+    if only_completion is None:
+        only_completion = {"prompt", "completion"} <= set(columns)
     stand_in = SimpleNamespace(
         _tokenizer=tokenizer,
-        completion_only_loss={"prompt", "completion"} <= set(rows.column_names) if only is None else only,
-        chat_template=template,
+        completion_only_loss=only_completion,
+        chat_template=None if "input_ids" in columns else training_template(tokenizer, training_args),
     )
     with patch.object(sft_trainer, "global_then_local_main_first", contextlib.nullcontext), environment_kept():
         return sft_trainer.SFTTrainer._prepare_dataset(
             stand_in, rows, tokenizer, training_args, packing, formatting_func=None, dataset_name="the"
         )
+
+
+def training_template(tokenizer: PreTrainedTokenizerBase, training_args) -> str | None:
+    """TRL's version of the chat template, with `{% generation %}`, where it masks by it; None where it takes the
+    tokenizer's own. Raises ValueError where there is none."""
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    if not training_args.assistant_only_loss or has_generation_markers(tokenizer.chat_template):
+        return None
+    return get_training_chat_template(tokenizer)
+
+
+def read_texts_as_texts() -> None:
+    """Keep texts in JSON files texts. Called again, it does nothing more.
+
+    Private: `json_encode_field` and `json_encode_fields_in_json_lines` (datasets 5.2, utils/json.py), as the reader of
+    JSON files calls them (packaged_modules/json/json.py). Where rows of a field have several types, the field is stored
+    as JSON, and a text that is JSON by itself is taken for encoded already: the answer "2101" becomes the number 2101,
+    "0210" becomes 210, and "null" is no answer.
+    """
+    from datasets.packaged_modules.json import json as reader
+    from datasets.utils.json import ujson_dumps, ujson_loads
+
+    if hasattr(reader.json_encode_field, "unpatched"):
+        return
+
+    def json_encode_field(example: Any, json_field_path: list) -> Any:
+        if example is None:
+            return None
+        if not json_field_path:
+            return ujson_dumps(example)
+        name, *rest = json_field_path
+        if name == 0:  # each entry of a list
+            return [json_encode_field(entry, rest) for entry in example]
+        return {**example, name: json_encode_field(example.get(name), rest)}
+
+    def json_encode_fields_in_json_lines(original_batch: bytes, json_field_paths: list) -> bytes:
+        lines = []
+        for line in original_batch.splitlines():
+            example = ujson_loads(line)
+            for path in json_field_paths:
+                example = json_encode_field(example, path)
+            lines.append(ujson_dumps(example))
+        return "\n".join(lines).encode()
+
+    json_encode_field.unpatched = reader.json_encode_field
+    reader.json_encode_field = json_encode_field
+    reader.json_encode_fields_in_json_lines = json_encode_fields_in_json_lines
 
 
 @contextlib.contextmanager

@@ -1,0 +1,210 @@
+"""Do the trained tokens say what the rows say? Tokens are decoded again and held against the rows' texts.
+
+Each text of a row is looked for in the decoded tokens, in its order, with a loss or without one as the recipe and the
+row say. White space is left out on both sides: templates trim it, and tokenizers add it.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from zero_recipes.core.findings import Finding, finding
+from zero_recipes.data.forms import Row
+from zero_recipes.data.masks import NO_LOSS, Chat
+
+COMPARED_ROWS = 2000  # of a split, spread over all of it
+MERGED = 16  # characters at a prompt's end that may be part of the answer's first token
+SLIPS = 0.01  # a share of rows: so many prompts may end inside a token
+END_OF_THOUGHT = "</think>"
+
+
+class Text(NamedTuple):
+    """A text of a row: a column of it, or a turn."""
+
+    name: str
+    text: str
+    has_loss: bool
+    can_merge: bool = False  # its end may be in one token with the next text's beginning
+
+
+class Tokens(NamedTuple):
+    """A tokenized row, decoded, without white space. `losses`: a byte for each character, 1 with a loss."""
+
+    text: str
+    losses: bytes
+
+
+def as_written_findings(
+    rows: Dataset, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, split: str
+) -> Iterator[Finding]:
+    """What the tokens of these rows, tokenized whole, do not show of their texts. At most three findings."""
+    if "input_ids" in rows.column_names:
+        return
+    step = -(-len(rows) // COMPARED_ROWS)
+    numbers = range(0, len(rows), step)
+    wrong_loss: dict[int, str] = {}
+    lost: dict[int, Text] = {}
+    other_prompts: dict[int, str] = {}
+    for number in numbers:
+        row = rows[number]
+        tokens = tokenised[number]
+        fault = _fault(_texts(row, training_args), _decoded(tokens, tokenizer), tokenizer)
+        if isinstance(fault, str):
+            wrong_loss[number] = fault
+        elif fault is not None:
+            lost[number] = fault
+        end = _other_prompt(row, tokens["input_ids"], tokenizer)
+        if end is not None:
+            other_prompts[number] = end
+    counts = {"rows": len(numbers), "split": split}
+    if wrong_loss:
+        row, fault = next(iter(wrong_loss.items()))
+        yield finding("ZR527", count=len(wrong_loss), row=row, fault=fault, **counts)
+    if lost:
+        trained = {row: text for row, text in lost.items() if text.has_loss}
+        row, text = next(iter((trained or lost).items()))
+        level = "error" if trained else "warning"
+        shown = text.text.strip()[:80]
+        yield finding("ZR528", level=level, count=len(lost), row=row, name=text.name, text=shown, **counts)
+    if len(other_prompts) > SLIPS * len(numbers):
+        row, end = next(iter(other_prompts.items()))
+        yield finding("ZR529", count=len(other_prompts), row=row, end=end, **counts)
+
+
+def _texts(row: Row, training_args) -> list[Text]:
+    """The texts of a converted row, in their order, with what the recipe and the row say of their loss."""
+    on_prompt = training_args.completion_only_loss is False
+    if isinstance(row.get("messages"), list):
+        return _turns(row["messages"], len(row["messages"]), True, training_args)
+    if isinstance(row.get("prompt"), list):
+        turns = row["prompt"] + row["completion"]
+        return _turns(turns, len(row["prompt"]), on_prompt, training_args)
+    if "prompt" in row:
+        prompt = Text("prompt", row["prompt"], on_prompt, can_merge=True)
+        return [prompt, Text("completion", row["completion"], True)]
+    name = training_args.dataset_text_field
+    return [Text(name, row[name], True)]
+
+
+def _turns(messages: list[Row], prompt_turns: int, on_prompt: bool, training_args) -> list[Text]:
+    texts = []
+    for number, message in enumerate(messages):
+        has_loss = on_prompt or number >= prompt_turns
+        if training_args.assistant_only_loss and message["role"] != "assistant":
+            has_loss = False
+        if message.get("weight") == 0:
+            has_loss = False
+        name = f"message {number} ({message['role']})"
+        texts.append(Text(name, message.get("content") or "", has_loss))
+    return texts
+
+
+def _decoded(row: Row, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    text = ""
+    losses = b""
+    pairs = zip(row["input_ids"], row["labels"], strict=True)
+    for has_loss, part in groupby(pairs, lambda pair: pair[1] != NO_LOSS):
+        words = _without_spaces(tokenizer.decode([token for token, _ in part]))
+        text += words
+        losses += bytes([has_loss]) * len(words)
+    return Tokens(text, losses)
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
+def _fault(texts: list[Text], tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> str | Text | None:
+    """In words, the first text whose loss is not what it should be; else the first Text that is not there."""
+    lost = None
+    cursor = 0
+    for text in texts:
+        found, where = _find(text, tokens, cursor, tokenizer)
+        if found is None:
+            lost = lost or text
+        elif not found:
+            return f"{text.name} has {'no loss on all of it' if text.has_loss else 'a loss'}"
+        else:
+            cursor = where
+    return lost
+
+
+def _find(text: Text, tokens: Tokens, cursor: int, tokenizer) -> tuple[bool | None, int]:
+    """(True where the text is there with its loss, False where it is there without, None where it is not; its end)."""
+    is_there = None
+    for needle in _spellings(text.text, tokenizer):
+        at = tokens.text.find(needle, cursor)
+        while at >= 0:
+            is_there = False
+            stop = at + len(needle)
+            if _has_its_loss(text, tokens.losses[at:stop]):
+                return True, stop
+            at = tokens.text.find(needle, at + 1)
+        if is_there is not None:
+            break
+    return is_there, cursor
+
+
+def _has_its_loss(text: Text, losses: bytes) -> bool:
+    if text.has_loss:
+        return 0 not in losses
+    certain = losses[:-MERGED] if text.can_merge else losses
+    return 1 not in certain
+
+
+def _spellings(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """How a text may stand in decoded tokens: as it is; as the tokenizer spells it (some change Unicode's forms); as an
+    earlier turn without its thoughts."""
+    yield _without_spaces(text)
+    again = _without_spaces(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    unknown = tokenizer.unk_token
+    if unknown is None or again.count(unknown) == text.count(unknown):
+        yield again
+    if END_OF_THOUGHT in text:
+        yield _without_spaces(text.rpartition(END_OF_THOUGHT)[2])
+
+
+def _other_prompt(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The end of the prompt as the model will be asked, where the row's tokens begin otherwise; None where they are the
+    same, or where the row has no last answer. TRL 1.16 warns of it while it tokenizes."""
+    chat = None
+    if isinstance(row.get("messages"), list):
+        if row["messages"][-1]["role"] != "assistant" or len(row["messages"]) == 1:
+            return None
+        chat = Chat.of_row(row, tokenizer)
+        messages = chat.messages[:-1]
+    elif isinstance(row.get("prompt"), list):
+        chat = Chat.of_row(row, tokenizer)
+        messages = row["prompt"]
+    elif "prompt" not in row:
+        return None
+    if chat is not None:
+        asked = tokenizer(chat.render(messages, to_answer=True), add_special_tokens=False)["input_ids"]
+    else:
+        asked = tokenizer(row["prompt"])["input_ids"]
+        if asked and asked[-1] == tokenizer.eos_token_id:
+            asked = asked[:-1]
+        if len(asked) > 1 and asked[0] == asked[1] == tokenizer.bos_token_id:
+            asked = asked[1:]
+    same = 0
+    while same < min(len(asked), len(ids)) and asked[same] == ids[same]:
+        same += 1
+    return None if same == len(asked) else tokenizer.decode(asked[same:])
+
+
+def unread_by_template(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Keys of turns, and the column `tools`, that the chat template does not mention; of the rows that are compared."""
+    template: Any = tokenizer.chat_template or ""
+    if not isinstance(template, str):  # several by name
+        template = " ".join(template.values())
+    found = {name: None for name in rows.column_names if name == "tools"}
+    step = -(-len(rows) // COMPARED_ROWS)
+    for column in ("messages", "prompt", "completion"):
+        if column in rows.column_names:
+            for turns in rows.select(range(0, len(rows), step))[column]:
+                if isinstance(turns, list):
+                    found |= {name: None for turn in turns for name in turn}
+    return [name for name in found if name != "weight" and name not in template]
