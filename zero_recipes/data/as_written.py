@@ -16,6 +16,7 @@ from zero_recipes.data.forms import Row
 from zero_recipes.data.masks import NO_LOSS, Chat
 
 COMPARED_ROWS = 2000  # of a split, spread over all of it
+COMPARED_PROMPTS = 250  # they are tokenized again, which takes longer
 MERGED = 16  # characters at a prompt's end that may be part of the answer's first token
 SLIPS = 0.01  # a share of rows: so many prompts may end inside a token
 END_OF_THOUGHT = "</think>"
@@ -43,20 +44,20 @@ def as_written_findings(
     """What the tokens of these rows, tokenized whole, do not show of their texts. At most three findings."""
     if "input_ids" in rows.column_names:
         return
-    step = -(-len(rows) // COMPARED_ROWS)
-    numbers = range(0, len(rows), step)
+    numbers = _spread(len(rows), COMPARED_ROWS)
+    tokens = tokenised.select_columns(["input_ids", "labels"]).select(numbers)
     wrong_loss: dict[int, str] = {}
     lost: dict[int, Text] = {}
     other_prompts: dict[int, str] = {}
-    for number in numbers:
-        row = rows[number]
-        tokens = tokenised[number]
-        fault = _fault(_texts(row, training_args), _decoded(tokens, tokenizer), tokenizer)
+    for number, row, trained in zip(numbers, rows.select(numbers), tokens, strict=True):
+        fault = _fault(_texts(row, training_args), _decoded(trained, tokenizer), tokenizer)
         if isinstance(fault, str):
             wrong_loss[number] = fault
         elif fault is not None:
             lost[number] = fault
-        end = _other_prompt(row, tokens["input_ids"], tokenizer)
+    prompts = _spread(len(rows), COMPARED_PROMPTS)
+    for number in prompts:
+        end = _other_prompt(rows[number], tokenised[number]["input_ids"], tokenizer)
         if end is not None:
             other_prompts[number] = end
     counts = {"rows": len(numbers), "split": split}
@@ -69,9 +70,14 @@ def as_written_findings(
         level = "error" if trained else "warning"
         shown = text.text.strip()[:80]
         yield finding("ZR528", level=level, count=len(lost), row=row, name=text.name, text=shown, **counts)
-    if len(other_prompts) > SLIPS * len(numbers):
+    if len(other_prompts) > SLIPS * len(prompts):
         row, end = next(iter(other_prompts.items()))
-        yield finding("ZR529", count=len(other_prompts), row=row, end=end, **counts)
+        yield finding("ZR529", count=len(other_prompts), rows=len(prompts), split=split, row=row, end=end)
+
+
+def _spread(count: int, most: int) -> range:
+    """Numbers of at most so many rows, from the first on."""
+    return range(0, count, -(-count // most))
 
 
 def _texts(row: Row, training_args) -> list[Text]:
@@ -201,10 +207,10 @@ def unread_by_template(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> lis
     if not isinstance(template, str):  # several by name
         template = " ".join(template.values())
     found = {name: None for name in rows.column_names if name == "tools"}
-    step = -(-len(rows) // COMPARED_ROWS)
+    compared = rows.select(_spread(len(rows), COMPARED_ROWS))
     for column in ("messages", "prompt", "completion"):
         if column in rows.column_names:
-            for turns in rows.select(range(0, len(rows), step))[column]:
+            for turns in compared[column]:
                 if isinstance(turns, list):
                     found |= {name: None for turn in turns for name in turn}
     return [name for name in found if name != "weight" and name not in template]
