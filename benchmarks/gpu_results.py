@@ -99,6 +99,8 @@ def measured_row(case: Case, gpus_there: int) -> Case:
     if seconds.get("median"):
         shared = row["beside_others"] or row["ranks_on_each_gpu"] > 1
         measured["step_seconds_while_shared" if shared else "step_seconds"] = round(seconds["median"], 4)
+        if not shared:
+            measured["mfu"] = round(metrics["mfu"], 4)
     card = case.get("beside") or {}
     if "reserved_now_bytes" in card:
         measured["context_bytes"] = card["total_bytes"] - card["free_bytes"] - card["reserved_now_bytes"]
