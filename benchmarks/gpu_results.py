@@ -60,17 +60,17 @@ def document_of(session: Case, rows: list[Case], written: list[Case], beside: Pa
     """The session, and a row for each of its runs; plans of rows that are `written` already stay."""
     earlier = {row["case"]: row for row in written}
     document = {key: value for key, value in session.items() if key != "cases"}
-    first = rows[0]["metrics"]
+    first = next(row["metrics"] for row in rows if "metrics" in row)
     document |= {"hardware": first["hardware"], "versions": first["versions"], "rows": []}
     for row in rows:
-        told = session["cases"].get(row["case"], {})
+        told = session.get("cases", {}).get(row["case"], {})
         case = {"words": "", "keys": {}, "note": row.get("note", "")} | row | told
         found = measured_row(case, session["gpus"])
-        if beside is not None and row["case"].startswith("side-"):
+        if beside is not None and row["case"].startswith("side-"):  # of side_by_side.py
             case["beside"] = {"programs": json.loads(beside.read_text())}
         if "programs" in (case.get("beside") or {}):
             found["programs"] = speeds_of(case["beside"]["programs"])
-        if row.get("planned"):
+        if row.get("planned") and "metrics" in row:
             found["planned_before"] = plan_of(found, Prediction.model_validate(row["planned"]), session["card"])
         for key in ("planned_before", "planned_after_the_run", "planned_now"):
             if key in earlier.get(row["case"], {}):
@@ -81,9 +81,11 @@ def document_of(session: Case, rows: list[Case], written: list[Case], beside: Pa
 
 def measured_row(case: Case, gpus_there: int) -> Case:
     """What was measured, the largest of all ranks. Times of runs that shared the GPU have a name of their own."""
+    row = {key: case.get(key) for key in ("case", "model", "strategy", "keys", "words", "note", "status", "error")}
+    if "metrics" not in case:  # it ended before it wrote any, or was left out
+        return row | {"measured": {}}
     metrics = case["metrics"]
-    model = case.get("model") or Path(metrics["model"]).name.replace("base", "tiny")
-    row = {"case": case["case"], "model": model, "keys": case["keys"], "words": case["words"], "note": case["note"]}
+    row["model"] = row["model"] or Path(metrics["model"]).name.replace("base", "tiny")
     row |= {key: metrics[key] for key in FROM_METRICS}
     row["ranks_on_each_gpu"] = metrics["world_size"] // gpus_there
     row["beside_others"] = case.get("beside_others", False)
@@ -100,7 +102,7 @@ def measured_row(case: Case, gpus_there: int) -> Case:
         shared = row["beside_others"] or row["ranks_on_each_gpu"] > 1
         measured["step_seconds_while_shared" if shared else "step_seconds"] = round(seconds["median"], 4)
         if not shared:
-            measured["mfu"] = round(metrics["mfu"], 4)
+            measured["mfu"] = metrics["mfu"] and round(metrics["mfu"], 4)
     card = case.get("beside") or {}
     if "reserved_now_bytes" in card:
         measured["context_bytes"] = card["total_bytes"] - card["free_bytes"] - card["reserved_now_bytes"]
@@ -111,6 +113,9 @@ def speeds_of(programs: Case) -> Case:
     """Of each program of side_by_side.py: seconds and tokens by step, and the median without the steps that warm up."""
     found = {}
     for name, program in programs.items():
+        if program.get("error"):
+            found[name] = {"error": program["error"]}
+            continue
         steps = together([{"row_lengths": []} | program], program["accumulation"])
         found[name] = {"step_seconds": [round(seconds, 4) for seconds in steps["seconds"]], "tokens": steps["tokens"]}
         found[name]["median_step_seconds"] = round(statistics.median(steps["seconds"][NOT_TIMED:]), 4)

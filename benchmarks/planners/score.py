@@ -89,6 +89,10 @@ def this_program(plan: str) -> dict[str, Any]:
         own = [row for row in scored if row["read"] == read]
         found[read] = summary(own)
         found["rows"][read] = {row["id"]: row["errors"][OURS] for row in own}
+    peaks = [(row["read"], row["id"], row["measured"]) for row in scored]
+    allocated = {name: bytes_ for read, name, bytes_ in peaks if read == "allocated"}
+    ratios = sorted(bytes_ / allocated[name] for read, name, bytes_ in peaks if read == "reserved")
+    found["reserved over allocated"] = [round(ratios[0], 3), round(ratios[-1], 3)]
     times = gpu_times(plan)
     for row in times:
         low, high = row["planned"]
