@@ -95,7 +95,7 @@ def gpu() -> None:
         now = [planned_over_measured(row, "planned_now") - 1 for row in later]
         places = [rows.index(row) for row in later]
         axes.scatter(now, places, s=22, facecolors="white", edgecolors="#24292f", zorder=4, label="corrected plan")
-        axes.legend(loc="lower right", frameon=False)
+        axes.legend(loc="lower left", bbox_to_anchor=(0.3, 0), frameon=False)
     axes.axvline(0, color="#24292f", linewidth=1, zorder=1)
     axes.set(xlim=(-0.05, 0.165), ylim=(len(rows) - 0.4, -0.9))
     axes.set_yticks(range(len(rows)), [name_of(row) for row in rows])
