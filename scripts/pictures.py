@@ -1,6 +1,7 @@
-"""Draw the pictures of README.md and docs/index.md.
+"""Draw the pictures of README.md and docs/.
 
 python scripts/pictures.py accuracy        docs/accuracy.svg from benchmarks/results/planners.json
+python scripts/pictures.py gpu             docs/gpu.svg from benchmarks/results/gpu_h200.json
 python scripts/pictures.py plan < OUTPUT   docs/plan.svg from what `zero-recipes plan` printed (CONTRIBUTING.md)
 """
 
@@ -68,5 +69,57 @@ def accuracy() -> None:
     figure.savefig(DOCS / "accuracy.svg", metadata={"Date": None})
 
 
+def gpu() -> None:
+    """A line for each run that was planned before: planned over measured allocated peak, less one, and both in GB."""
+    session = json.loads((ROOT / "benchmarks" / "results" / "gpu_h200.json").read_text())
+    rows = [row for row in session["rows"] if "planned_before" in row and "planned_after_the_run" not in row]
+    rows.sort(key=lambda row: row["measured"]["allocated_peak_bytes"], reverse=True)
+    errors = [planned_over_measured(row, "planned_before") - 1 for row in rows]
+    worst = max(errors, key=abs)
+    matplotlib.rcParams.update({"svg.hashsalt": "gpu", "font.size": 9})
+    figure = Figure(figsize=(8, 5.6), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (row, error) in enumerate(zip(rows, errors, strict=True)):
+        color = "#aa4466" if error == worst else "#3f51b5"
+        axes.plot([0, error], [place, place], color=color, linewidth=1.5, zorder=2)
+        axes.scatter([error], [place], s=22, color=color, zorder=3)
+        planned = row["planned_before"]["allocated_peak_bytes"] / 1e9
+        measured = row["measured"]["allocated_peak_bytes"] / 1e9
+        words = f"{planned:.1f} GB planned, {measured:.1f} measured"
+        axes.text(0.163, place, words, va="center", ha="right", color=color)
+        if error == worst:
+            words = f"worst: {error:+.1%}"
+            axes.text(error, place - 0.5, words, va="center", ha="right", color=color, fontweight="bold")
+    later = [row for row in rows if "planned_now" in row]
+    if later:
+        now = [planned_over_measured(row, "planned_now") - 1 for row in later]
+        places = [rows.index(row) for row in later]
+        axes.scatter(now, places, s=22, facecolors="white", edgecolors="#24292f", zorder=4, label="corrected plan")
+        axes.legend(loc="lower left", bbox_to_anchor=(0.3, 0), frameon=False)
+    axes.axvline(0, color="#24292f", linewidth=1, zorder=1)
+    axes.set(xlim=(-0.05, 0.165), ylim=(len(rows) - 0.4, -0.9))
+    axes.set_yticks(range(len(rows)), [name_of(row) for row in rows])
+    axes.set_xticks([-0.05, 0, 0.05, 0.1], ["-5 %", "exact", "+5 %", "+10 %"])
+    axes.set_xlabel(f"planned over measured allocated peak, {len(rows)} runs on one NVIDIA H200")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["left", "top", "right"]].set_visible(False)
+    figure.savefig(DOCS / "gpu.svg", metadata={"Date": None})
+
+
+def planned_over_measured(row: dict, plan: str) -> float:
+    return row[plan]["allocated_peak_bytes"] / row["measured"]["allocated_peak_bytes"]
+
+
+def name_of(row: dict) -> str:
+    """Model and strategy of a run, what is special in it, and how many ranks shared the GPU."""
+    family, size = row["model"].split("-")
+    ranks = f"{row['world_size']} ranks" if row["world_size"] > 1 else ""
+    words = [f"{family.title()}-{size.upper()} {row['strategy']}", row["words"], ranks]
+    return ", ".join(word for word in words if word)
+
+
 if __name__ == "__main__":
-    plan(sys.stdin.read()) if sys.argv[1:] == ["plan"] else accuracy()
+    if sys.argv[1:] == ["plan"]:
+        plan(sys.stdin.read())
+    else:
+        {"accuracy": accuracy, "gpu": gpu}[sys.argv[1]]()

@@ -1,5 +1,6 @@
 """The rows of rows.yaml (memory) and of times.yaml, and the jobs that reproduce them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,34 @@ def _flat(group: Row) -> list[Row]:
     for row in group["rows"]:
         own = shared | row | {"recipe": shared.get("recipe", {}) | row.get("recipe", {})}
         rows += _flat(own) if "rows" in row else [own]
+    return rows
+
+
+def gpu_rows(plan: str) -> list[Row]:
+    """What this program itself took on a GPU (results/gpu_*.json), twice: allocated and reserved. `plan`: which of a
+    row's plans predicts it, "planned_before" or "planned_now"."""
+    rows = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("gpu_*.json")):
+        for run in json.loads(path.read_text())["rows"]:
+            if plan not in run or "planned_after_the_run" in run:
+                continue
+            found, ranks = run[plan], run["world_size"]
+            predicted = {"allocated": found["allocated_peak_bytes"], "device": found["reserved_bytes"], "others": {}}
+            row = {"gpus": ranks, "unit": "B", "exact": True, "found": predicted | {"source": found["source"]}}
+            for read in ("allocated", "reserved"):
+                name = f"{path.stem}-{run['case']}"
+                rows.append(row | {"id": name, "read": read, "measured": run["measured"][f"{read}_peak_bytes"]})
+    return rows
+
+
+def gpu_times(plan: str) -> list[Row]:
+    """Steps of those runs that had the GPU to themselves."""
+    rows = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("gpu_*.json")):
+        for run in json.loads(path.read_text())["rows"]:
+            if plan in run and "step_seconds" in run["measured"]:
+                row = {"id": f"{path.stem}-{run['case']}", "planned": run[plan]["step_seconds"]}
+                rows.append(row | {"seconds": run["measured"]["step_seconds"]})
     return rows
 
 

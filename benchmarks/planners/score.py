@@ -10,7 +10,18 @@ import statistics
 import sys
 from typing import Any
 
-from benchmarks.planners.court import BLIND, FOLDER, ROOT, Row, job_of_row, measured_bytes, measured_seconds, read_rows
+from benchmarks.planners.court import (
+    BLIND,
+    FOLDER,
+    ROOT,
+    Row,
+    gpu_rows,
+    gpu_times,
+    job_of_row,
+    measured_bytes,
+    measured_seconds,
+    read_rows,
+)
 from zero_recipes.core.files import write_json
 from zero_recipes.plan.cost import constants, kinds_of, regime_of
 from zero_recipes.plan.formulas import overheads
@@ -47,11 +58,14 @@ def main(blind: bool) -> None:
         "rows": {row["id"]: row["errors"] | row["inside"] for row in rows},
         "times": {"all": held(times), "regimes": regimes, "rows": {row["id"]: row["scored"] for row in times}},
     }
+    for plan in ("planned_before", "planned_now") if not blind else ():
+        document |= this_program(plan)
     if earlier:  # a blind set that is seen now
         document["groups"]["blind 1"] = summary(earlier)
         document["blind 1"] = {row["id"]: row["errors"] | row["inside"] for row in earlier}
     write_json(ROOT / "benchmarks" / "results" / ("blind.json" if blind else "planners.json"), document)
-    brief = {kind: document[kind] for kind in ("groups", "planners", "cached")} | {"times": regimes}
+    own = {name: part for name, part in document.items() if name.startswith("this program")}
+    brief = {kind: document[kind] for kind in ("groups", "planners", "cached")} | {"times": regimes} | own
     print(*(f"{kind}, {name}: {found}" for kind, part in brief.items() for name, found in part.items()), sep="\n")
     counts = ("held", "rows", "left_out")
     now = {name: [found[count] for count in counts if count in found] for name, found in regimes.items()}
@@ -63,6 +77,27 @@ def main(blind: bool) -> None:
         kinds.setdefault(regime_of(job), set()).update(kinds_of(job, row["gpu"]))
     if constants()["kinds"] != (now := {name: sorted(kinds[name]) for name in sorted(kinds)}):
         print(f"zero_recipes/plan/times.yaml: `kinds` are others: {now}")
+
+
+def this_program(plan: str) -> dict[str, Any]:
+    """A class of its own: what this program took on a GPU, by which of its plans. Its errors are among no others."""
+    scored = [row | errors(row) for row in gpu_rows(plan)]
+    if not scored:
+        return {}
+    found: dict[str, Any] = {"rows": {}}
+    for read in ("allocated", "reserved"):
+        own = [row for row in scored if row["read"] == read]
+        found[read] = summary(own)
+        found["rows"][read] = {row["id"]: row["errors"][OURS] for row in own}
+    peaks = [(row["read"], row["id"], row["measured"]) for row in scored]
+    allocated = {name: bytes_ for read, name, bytes_ in peaks if read == "allocated"}
+    ratios = sorted(bytes_ / allocated[name] for read, name, bytes_ in peaks if read == "reserved")
+    found["reserved over allocated"] = [round(ratios[0], 3), round(ratios[-1], 3)]
+    times = gpu_times(plan)
+    for row in times:
+        low, high = row["planned"]
+        row["error"] = round((low * high) ** 0.5 / row["seconds"] - 1, 4)
+    return {f"this program on a GPU, {plan}": found | ({"steps": held(times)} if times else {})}
 
 
 def scored_time(row: Row, predicted: dict[str, Any]) -> Row:

@@ -1,6 +1,6 @@
 """What only runs on a GPU, with stand-ins for torch.cuda and the hub's kernels: the order of calls and their numbers.
 
-No GPU has run any of it.
+docs/correctness.md says what a GPU has run of it.
 """
 
 import statistics

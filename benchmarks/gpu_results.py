@@ -1,0 +1,148 @@
+"""What a session on a GPU measured, beside what was planned: benchmarks/results/gpu_NAME.json
+
+    python -m benchmarks.gpu_results benchmarks/session/NAME.yaml ROWS.jsonl   # rows of gpu_session.py, or a folder
+    python -m benchmarks.gpu_results benchmarks/session/NAME.yaml --plan now   # planned_now, by today's planner
+
+NAME.yaml says of the machine and of the cases what the rows do not (h200.yaml has all keys). A `planned_before` is
+written once: a second call with other rows leaves it as it is. `--plan before` makes one for rows that came without, by
+the code of `planned_by`, and marks them with `planned_after_the_run`. The court (benchmarks/planners/score.py) scores
+the rows as a class of their own.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.gpu_session import ROOT, Case, job_of_case, read_rows
+from benchmarks.throughput import NOT_TIMED, together
+from zero_recipes.core.files import write_json
+from zero_recipes.core.host import gpus
+from zero_recipes.metrics.schema import Prediction
+from zero_recipes.plan.cost import estimate
+from zero_recipes.plan.predict import Predictor
+
+RESULTS = ROOT / "benchmarks" / "results"
+FROM_METRICS = ("strategy", "world_size", "parameters", "trainable_parameters", "precision", "micro_batch_size")
+FROM_METRICS += ("gradient_accumulation_steps", "max_length", "status", "error")
+FROM_PLAN = ("source", "allocated_peak_bytes", "peak_phase", "reserved_bytes", "model_state_bytes")
+FROM_PLAN += ("communication_bytes_per_step",)
+LOSSES = 10  # the first of each run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("session", type=Path, metavar="NAME.yaml")
+    parser.add_argument("rows", type=Path, nargs="*", help="files of rows, or folders that hold part*.jsonl")
+    parser.add_argument("--beside", type=Path, help="beside.json of side_by_side.py, where its row lacks it")
+    parser.add_argument("--plan", choices=["before", "now"])
+    given = parser.parse_args()
+    session = yaml.safe_load(given.session.read_text())
+    path = RESULTS / f"gpu_{given.session.stem}.json"
+    document = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+    if given.rows:
+        document = document_of(session, read_rows(given.rows), document["rows"], given.beside)
+    if given.plan == "now":
+        fill(document, "planned_now", [row for row in document["rows"] if "planned_before" in row])
+    if given.plan == "before":
+        late = [row for row in document["rows"] if can_be_planned(row)]
+        fill(document, "planned_before", late)
+        for row in late:
+            row["planned_after_the_run"] = True
+    write_json(path, document)
+    print(f"{path}: {len(document['rows'])} rows")
+
+
+def document_of(session: Case, rows: list[Case], written: list[Case], beside: Path | None) -> Case:
+    """The session, and a row for each of its runs; plans of rows that are `written` already stay."""
+    earlier = {row["case"]: row for row in written}
+    document = {key: value for key, value in session.items() if key != "cases"}
+    first = next(row["metrics"] for row in rows if "metrics" in row)
+    document |= {"hardware": first["hardware"], "versions": first["versions"], "rows": []}
+    for row in rows:
+        told = session.get("cases", {}).get(row["case"], {})
+        case = {"words": "", "keys": {}, "note": row.get("note", "")} | row | told
+        found = measured_row(case, session["gpus"])
+        if beside is not None and row["case"].startswith("side-"):  # of side_by_side.py
+            case["beside"] = {"programs": json.loads(beside.read_text())}
+        if "programs" in (case.get("beside") or {}):
+            found["programs"] = speeds_of(case["beside"]["programs"])
+        if row.get("planned") and "metrics" in row:
+            found["planned_before"] = plan_of(found, Prediction.model_validate(row["planned"]), session["card"])
+        for key in ("planned_before", "planned_after_the_run", "planned_now"):
+            if key in earlier.get(row["case"], {}):
+                found[key] = earlier[row["case"]][key]
+        document["rows"].append(found)
+    return document
+
+
+def measured_row(case: Case, gpus_there: int) -> Case:
+    """What was measured, the largest of all ranks. Times of runs that shared the GPU have a name of their own."""
+    row = {key: case.get(key) for key in ("case", "model", "strategy", "keys", "words", "note", "status", "error")}
+    if "metrics" not in case:  # it ended before it wrote any, or was left out
+        return row | {"measured": {}}
+    metrics = case["metrics"]
+    row["model"] = row["model"] or Path(metrics["model"]).name.replace("base", "tiny")
+    row |= {key: metrics[key] for key in FROM_METRICS}
+    row["ranks_on_each_gpu"] = metrics["world_size"] // gpus_there
+    row["beside_others"] = case.get("beside_others", False)
+    peaks, states = metrics["peak_memory_bytes"], metrics["model_state_bytes"]
+    measured: Case = {"losses": (metrics["loss_history"] or [])[:LOSSES], "steps": len(metrics["loss_history"] or [])}
+    if peaks:
+        measured["allocated_peak_bytes"] = max(rank["allocated"] for rank in peaks)
+        measured["reserved_peak_bytes"] = max(rank["reserved"] for rank in peaks)
+    if states:
+        measured["model_state_bytes"] = {part: max(rank[part] for rank in states) for part in states[0]}
+    measured["communication_bytes_per_step"] = metrics["communication_bytes_per_step"]
+    seconds = metrics["step_seconds"] or {}
+    if seconds.get("median"):
+        shared = row["beside_others"] or row["ranks_on_each_gpu"] > 1
+        measured["step_seconds_while_shared" if shared else "step_seconds"] = round(seconds["median"], 4)
+        if not shared:
+            measured["mfu"] = metrics["mfu"] and round(metrics["mfu"], 4)
+    card = case.get("beside") or {}
+    if "reserved_now_bytes" in card:
+        measured["context_bytes"] = card["total_bytes"] - card["free_bytes"] - card["reserved_now_bytes"]
+    return row | {"measured": measured}
+
+
+def speeds_of(programs: Case) -> Case:
+    """Of each program of side_by_side.py: seconds and tokens by step, and the median without the steps that warm up."""
+    found = {}
+    for name, program in programs.items():
+        if program.get("error"):
+            found[name] = {"error": program["error"]}
+            continue
+        steps = together([{"row_lengths": []} | program], program["accumulation"])
+        found[name] = {"step_seconds": [round(seconds, 4) for seconds in steps["seconds"]], "tokens": steps["tokens"]}
+        found[name]["median_step_seconds"] = round(statistics.median(steps["seconds"][NOT_TIMED:]), 4)
+        found[name]["held_out_loss"] = round(program["held_out_loss"], 5)
+    return found
+
+
+def can_be_planned(row: Case) -> bool:
+    """Runs of whole rows of max_length that ended, and that no plan was made for."""
+    return row["model"] != "tiny" and row["status"] == "ok" and "programs" not in row and "planned_before" not in row
+
+
+def fill(document: Case, key: str, rows: list[Case]) -> None:
+    """Plan these rows as a run would plan itself, and write it into them."""
+    jobs = [job_of_case(row) for row in rows]
+    predict = Predictor()
+    predict.prepare(jobs)
+    for row, job in zip(rows, jobs, strict=True):
+        row[key] = plan_of(row, predict(job), document["card"])
+
+
+def plan_of(row: Case, planned: Prediction, card: str) -> Case:
+    """What of a plan was measured too, and the range of a step's seconds on that card."""
+    found: dict[str, Any] = {key: value for key, value in planned.model_dump(mode="json").items() if key in FROM_PLAN}
+    ends = estimate(job_of_case(row), planned, gpus()[card]).step_seconds
+    return found | {"step_seconds": [round(end, 3) for end in ends]}
+
+
+if __name__ == "__main__":
+    main()
