@@ -133,8 +133,7 @@ class Host:
 # torch's allocators
 #
 # GPU memory: expandable segments grow in place, and less of what is freed stays reserved. torch tests its CUDA graphs
-# under them too, and no part of a run hands GPU memory to another process. Under them torch ignores NCCL_HOOK, which
-# registers memory with NCCL, with a line in its log (ProcessGroupNCCL.cpp).
+# with them, too. With them it ignores NCCL_HOOK, which registers memory with NCCL (ProcessGroupNCCL.cpp).
 #
 # Page-locked host memory: torch 2.13 (ATen/core/CachingHostAllocator.h `allocate`) rounds every pinned allocation up to
 # a power of two and keeps what is freed: DeepSpeed's offloaded fp32 weights of Pythia-12B on one GPU take 68.7 GB in
