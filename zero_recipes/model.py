@@ -41,13 +41,15 @@ def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
     """The PeftConfig of TRL's keys, with those of `peft_config` over them; None without `use_peft`. Raises what PEFT
     raises at their values. Without `has_weights` no start of the adapter is computed from the model's weights.
 
-    TRL 1.16 (trainer/model_config.py) makes a text of a list with one name, and PEFT takes a text for a pattern that
-    the module's whole name must match: `lora_target_modules: [q_proj]` would match none.
+    TRL 1.16 (trainer/model_config.py) makes a text of a list with one name: "all-linear", or what PEFT takes for a
+    pattern that the module's whole name must match. `lora_target_modules: [q_proj]` would match none.
     """
     import peft
-    from trl import get_peft_config
+    from trl import ModelConfig, get_peft_config
 
-    config = get_peft_config(settings)
+    known = ModelConfig.__dataclass_fields__
+    model_args = ModelConfig(**{key: value for key, value in settings.as_dict().items() if key in known})
+    config = get_peft_config(model_args)
     if config is None:
         return None
     values, more = config.to_dict(), settings.peft_config or {}

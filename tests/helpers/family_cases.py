@@ -84,7 +84,7 @@ def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             errors = found["errors"][str(dtype).removeprefix("torch.")] = {}
             # ranks whose gradients differ in size, as those of uneven micro batches do
-            drawn = [torch.randn(64, 128, generator=draw, dtype=torch.float64) * m * (rank + 1) for m in magnitudes]
+            drawn = [torch.randn(256, 256, generator=draw, dtype=torch.float64) * m * (rank + 1) for m in magnitudes]
             given = [t.to(dtype) for t in drawn]
             kept = [t.clone() for t in given]
             means = [t.double() for t in given]
@@ -97,10 +97,10 @@ def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
                 gaps = [((got.double().view(-1) - wanted).norm() / wanted.norm()).item() for got in results]
                 errors[f"{magnitude:g}"] = [gap if gap == gap else float("inf") for gap in gaps]
         for name in ("inf", "-inf", "nan"):
-            one = torch.randn(64, 128, generator=draw, dtype=torch.bfloat16)
+            one = torch.randn(256, 256, generator=draw, dtype=torch.bfloat16)
             if rank == 2:
                 one[5, 7] = float(name)
-            whole = torch.randn(64, 128, generator=draw, dtype=torch.bfloat16)
+            whole = torch.randn(256, 256, generator=draw, dtype=torch.bfloat16)
             spoiled, clean = scaled([one, whole], pairs)
             found[name] = [bool(spoiled.isfinite().any()), bool(clean.isfinite().all())]
     return found

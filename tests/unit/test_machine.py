@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from contextlib import closing
+from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ import deepspeed
 import huggingface_hub
 import pytest
 import torch
+import yaml
 from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as draw
@@ -39,7 +41,7 @@ from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, Refusal, print_ending
-from zero_recipes.core.host import PINNED_LIMIT_MIB, Host, limit_rounding, pinned_bytes
+from zero_recipes.core.host import PINNED_LIMIT_MIB, Host, pinned_bytes, set_allocator
 from zero_recipes.distributed.group import set_host_threads
 from zero_recipes.distributed.kernels import build_findings, extension_folder
 from zero_recipes.model import load_config
@@ -484,34 +486,53 @@ def test_env_prints_a_page(capsys):
     assert found["cpu"]["name"] in text and found["memory"]["machine"] in text
 
 
+def test_env_shows_the_versions_of_a_checkout_that_is_not_installed(monkeypatch, capsys):
+    installed = Distribution.from_name
+
+    def from_name(name):
+        if name == "zero-recipes":
+            raise PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(Distribution, "from_name", from_name)
+    assert cli.main(["env"]) == 0
+    versions = yaml.safe_load(capsys.readouterr().out)["versions"]
+    assert versions["zero-recipes"] == "not installed" and versions["torch"] == version("torch")
+
+
 # memory and cores for an optimizer on the CPU
 
 SET = f"pinned_max_cached_size_mb:{PINNED_LIMIT_MIB}"
+BOTH = f"expandable_segments:True,{SET}"
 OWN = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb: 512"}
+HOOK = {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({}, {"PYTORCH_ALLOC_CONF": SET}),
+        ({}, {"PYTORCH_ALLOC_CONF": BOTH}),
+        ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": SET}),  # somebody's choice, too
         ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": f"a:1,{SET}"}),
         ({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "b:2"},
          {"PYTORCH_ALLOC_CONF": f"a:1,{SET}", "PYTORCH_CUDA_ALLOC_CONF": "b:2"}),
         (OWN, OWN),
+        (HOOK, HOOK | {"PYTORCH_ALLOC_CONF": SET}),
     ],
 )  # fmt: skip
-def test_the_limit_is_added_and_nothing_of_the_users_is_lost(before, after):
+def test_the_allocator_is_set_and_nothing_of_the_users_is_lost(before, after):
     environment = dict(before)
-    limit_rounding(environment)
-    limit_rounding(environment)  # the second time changes nothing
+    set_allocator(environment)
+    set_allocator(environment)  # the second time changes nothing
     assert environment == after
 
 
-def test_torch_before_the_limit_is_not_given_it(monkeypatch):
+@pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}])
+def test_torch_before_the_limit_of_pinned_memory_is_not_given_it(monkeypatch, own):
     monkeypatch.setattr("importlib.metadata.version", {"torch": "2.11.0+cu130"}.get)
-    environment: dict[str, str] = {}
-    limit_rounding(environment)
-    assert not environment
+    environment = dict(own)
+    set_allocator(environment)
+    assert environment == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 @given(size=draw.integers(2, 1 << 40), mib=draw.integers(1, 4096))
@@ -524,17 +545,24 @@ def test_only_what_the_limit_allows_is_rounded(size, mib):
     assert pinned_bytes(47_384_000_000, {}) == 47_384_000_000  # Pythia-12B in fp32, by the limit that a run sets
 
 
-def test_a_recipe_puts_the_limit_into_force_before_torch_is_imported(tmp_path):
-    (tmp_path / "r.yaml").write_text("env:\n  PYTORCH_ALLOC_CONF: expandable_segments:True\n")
+@pytest.mark.parametrize(
+    ("written", "in_force"),
+    [("", BOTH), ("env:\n  PYTORCH_ALLOC_CONF: expandable_segments:False\n", f"expandable_segments:False,{SET}")],
+)
+def test_a_recipe_sets_the_allocator_before_torch_is_imported_and_torch_takes_it(tmp_path, written, in_force):
+    """And says nothing about it."""
+    (tmp_path / "r.yaml").write_text(f"max_steps: 1\n{written}")
     program = (
-        "import sys, pathlib, os\n"
+        "import sys, pathlib\n"
         "from zero_recipes.config.recipe import read_recipe_file\n"
         f"read_recipe_file(pathlib.Path({str(tmp_path / 'r.yaml')!r}))\n"
-        "print(os.environ['PYTORCH_ALLOC_CONF'], 'torch' in sys.modules)\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch\n"
+        "print(torch._C._accelerator_getAllocatorSettings())\n"
     )
-    bare = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=bare, check=True).stdout
-    assert shown.split() == [f"expandable_segments:True,{SET}", "False"]
+    bare = {name: value for name, value in os.environ.items() if "ALLOC" not in name}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=bare, check=True)
+    assert (ended.stdout.strip(), ended.stderr) == (in_force, "")
 
 
 ON_HOST = DsConfig({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})

@@ -1,5 +1,6 @@
 """Recipes, ds_configs and command lines: what is read, filled in, unset, refused, and upgraded from elsewhere."""
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from zero_recipes.cli.upgrade import runnable_ds_config, upgrade
 from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal
+from zero_recipes.model import adapter_config
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
@@ -40,6 +42,60 @@ def test_missing_recipes():
     missing = refused("recipes/tyni.yaml")
     assert missing.codes == ["ZR116"] and "recipes/tiny.yaml" in missing.fix
     assert refused().codes == refused("--max_steps", "3").codes == ["ZR115"]
+
+
+OURS = {field.name for field in dataclasses.fields(keys.RecipeArguments)}
+LISTS = sorted(key for key, hint in keys.key_types().items() if "array" in keys.accepted_types(hint))
+LISTS = [key for key in LISTS if key not in OURS | {"datasets"}]  # its entries are mappings
+WORDS = {"debug": ["underflow_overflow"], "include_for_metrics": ["inputs", "loss"], "report_to": ["tensorboard"]}
+# what the file says and what follows on the command line, of two words
+LIST_FORMS = {
+    "a word": lambda one, two: (one, []),
+    "a list of one": lambda one, two: ([one], []),
+    "a list": lambda one, two: ([one, two], []),
+    "an empty list": lambda one, two: ([], []),
+    "a word, typed": lambda one, two: (None, [one]),
+    "words, typed": lambda one, two: (None, [one, two]),
+    "a typed word over a list": lambda one, two: ([one, two], [two]),
+}
+
+
+def targets_or_error(make, keys_of_lora) -> str:
+    """The lists of a PeftConfig, or PEFT's words where it takes no such value."""
+    try:
+        found = make(keys_of_lora)
+    except TypeError as error:
+        return str(error)
+    return f"{found.target_modules} {found.target_parameters} {found.modules_to_save}"
+
+
+@pytest.mark.parametrize("form", LIST_FORMS.values(), ids=LIST_FORMS)
+@pytest.mark.parametrize("key", LISTS)
+def test_a_list_is_what_trls_parser_makes_of_it(key, form, tmp_path):
+    """And is it again in recipe.resolved.yaml. The words of LoRA's targets have no module of their own name."""
+    from trl import TrlParser, get_peft_config
+
+    words = WORDS.get(key, ["all-linear", "proj.*"])
+    in_file, typed = form(words[0], words[-1])
+    path, again = tmp_path / "r.yaml", tmp_path / "again.yaml"
+    known = {"use_peft": True, "use_cpu": True, "bf16": False, "output_dir": str(tmp_path)}
+    path.write_text(json.dumps(known | ({} if in_file is None else {key: in_file})))
+    overrides = [f"--{key}", *typed] if typed else []
+    parser = TrlParser(keys.dataclasses_of_a_recipe())
+    try:
+        theirs = parser.parse_args_and_config(["--config", str(path), *overrides])
+    except ValueError as error:
+        assert "are not used by the HfArgumentParser" in str(error)
+        assert refusal_of(lambda: recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides))
+        return
+    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides)
+    recipes.write_resolved(recipe.explicit, again, [], None)
+    resolved = recipes.parse_recipe(again, recipes.read_recipe_file(again), [])
+    wanted = targets_or_error(get_peft_config, theirs[2])
+    for settings in (recipe.settings, resolved.settings):
+        for mine, their in zip(recipes.trl_arguments(settings, path), theirs, strict=False):
+            assert getattr(mine, key, None) == getattr(their, key, None)
+        assert targets_or_error(adapter_config, settings) == wanted
 
 
 def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):

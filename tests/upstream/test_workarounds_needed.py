@@ -30,8 +30,14 @@ CITED = [
     # it takes a local rank for a process group
     ("accelerate/state.py", 'elif int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:', "start_process_group"),
     ("torch/include/ATen/core/CachingHostAllocator.h", "size <= pinned_max_cached_size()", "core/host.py the limit"),
+    ("deepspeed/runtime/comm/coalesced_collectives.py", "max(tensor.shape[0], tensor.shape[1], global_world_size)\n",
+     "libs/patches.py quantized_shape"),
+    ("deepspeed/ops/csrc/quantization/swizzled_quantize.cu", "= groups / (nodes * devices_per_node);\n",
+     "libs/patches.py quantized_shape: groups that the ranks do not divide"),
+    ("deepspeed/ops/csrc/quantization/quant_reduce.cu", "= (one_step_threads < 1024) ? one_step_threads : 1024;\n",
+     "libs/patches.py quantized_shape: groups of up to 128"),
     ("torch/include/ATen/core/CachingHostAllocator.h", "return c10::llvm::PowerOf2Ceil(size);", "core/host.py pinned"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("file, line, workaround", CITED, ids=[workaround for *_, workaround in CITED])

@@ -58,6 +58,8 @@ def check(arguments: argparse.Namespace) -> int:
         print(shown(findings, arguments.traceback))
     if run is not None:
         print("\n".join(run.strategy.described(run.device, run.settings)))
+        if run.strategy.ds.quantizes_gradients and not (errors or remote_code):
+            print(gradients_described(run, environment))
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
     if run is not None and not errors:
@@ -67,6 +69,20 @@ def check(arguments: argparse.Namespace) -> int:
             launch = ["zero-recipes", "train", recipe, *file, "--num_processes", str(count)]
         print("", shlex.join([*launch, *keys]), sep="\n")
     return 2 if errors else 0
+
+
+def gradients_described(run, environment) -> str:
+    """How much of them qgZ leaves as it is; of an adapter's, if there is one."""
+    from peft import get_peft_model
+
+    from zero_recipes.libs.patches import share_not_quantized
+    from zero_recipes.model import adapter_config, build_on_meta, load_config
+
+    model, adapter = build_on_meta(load_config(run.settings)), adapter_config(run.settings)
+    model = model if adapter is None else get_peft_model(model, adapter)
+    shapes = [p.shape for p in model.parameters() if p.requires_grad]
+    share = share_not_quantized(shapes, run.strategy, local_world_size(environment, run.strategy.world_size))
+    return f"gradients     {share:.1%} not quantized between nodes"
 
 
 def data_findings(run) -> list:

@@ -4,14 +4,13 @@ import argparse
 import math
 import os
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
-from zero_recipes.core.host import Host, cpu_name, library_versions
+from zero_recipes.core.host import Host, cpu_name, library_versions, version_of
 from zero_recipes.core.units import size
 from zero_recipes.libs.warnings import quieten
 
@@ -71,6 +70,6 @@ def machine(host: Host) -> dict[str, Any]:
             "cuda_toolkit": host.cuda_release(),
         },
         "infiniband": host.infiniband_devices(),
-        "versions": library_versions() | {"zero-recipes": metadata.version("zero-recipes")},
+        "versions": library_versions() | {"zero-recipes": version_of("zero-recipes")},
         "variables": {name: "(set, not shown)" if SECRET.search(name) else host.environment[name] for name in named},
     }

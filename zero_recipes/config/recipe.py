@@ -24,7 +24,7 @@ from zero_recipes.config import keys
 from zero_recipes.config.accelerate import DS_FIELDS, LAUNCH_KEYS
 from zero_recipes.core.files import FILES, at_hand, write_text
 from zero_recipes.core.findings import library_error_as_finding, raise_errors, refusal
-from zero_recipes.core.host import limit_rounding
+from zero_recipes.core.host import set_allocator
 from zero_recipes.core.process import local_world_size
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def read_recipe_file(path: Path) -> RecipeFile:
     if not isinstance(env, dict) or any(value is None or isinstance(value, (dict, list)) for value in env.values()):
         raise refusal("ZR119", path=path)
     os.environ.update({str(name): str(value) for name, value in env.items()})
-    limit_rounding(os.environ)
+    set_allocator(os.environ)
     return mapping
 
 
@@ -293,7 +293,8 @@ def write_resolved(
     """What was in force, as a recipe that runs again: the explicit and derived keys, the launch as a comment.
     `explicit`: of a RunConfig. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed."""
     explicit = dict(explicit) | ({} if ds_config is None else {"deepspeed": ds_config})
-    text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(explicit, sort_keys=False, allow_unicode=True)
+    plain = json.loads(json.dumps(explicit, default=str))  # PyYAML writes no members of an enumeration (`debug`)
+    text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     write_text(path, text)
 
 

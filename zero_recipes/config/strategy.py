@@ -1,6 +1,7 @@
 """Which strategy is in force: found from the recipe, the command line and the launcher, before anything is loaded."""
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,7 @@ from zero_recipes.config.accelerate import inline_ds_config
 from zero_recipes.config.ds_config import DsConfig, are_one, fill_own_autos, read_json_mapping, refuse_bad_schema
 from zero_recipes.config.recipe import Settings, precision_of
 from zero_recipes.core.findings import Finding, finding, refusal
+from zero_recipes.core.host import allocator_settings
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Strategy:
         return self.fsdp_config is not None
 
     def described(self, device: str, training_args) -> list[str]:
-        """What is in force, in five lines."""
+        """What is in force, a line each."""
         args = training_args
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.replicas
         tokens = "" if args.max_length is None else f", at most {sequences * args.max_length:,} tokens"
@@ -63,6 +65,7 @@ class Strategy:
             f"precision     {precision_of(args)}"
             + (f", computed in {self.ds.autocast} by torch.autocast" if self.ds.autocast else ""),
             f"offloaded     {', '.join(offloaded) or 'nothing'}",
+            *([f"allocator     {allocator_settings(os.environ)}"] if device == "cuda" else []),
         ]
 
 

@@ -130,30 +130,48 @@ class Host:
             return ""
 
 
-# torch's page-locked host memory
+# torch's allocators
 #
-# torch 2.13 (ATen/core/CachingHostAllocator.h `allocate`) rounds every pinned allocation up to a power of two and keeps
-# what is freed: DeepSpeed's offloaded fp32 weights of Pythia-12B on one GPU take 68.7 GB in place of 47.4. Allocations
-# above `pinned_max_cached_size_mb` are neither rounded nor kept. Its neighbour, `pinned_max_round_threshold_mb`, alone
-# hands out blocks that are too small (pytorch/pytorch#192722) and is never set here.
+# GPU memory: expandable segments grow in place, and less of what is freed stays reserved. torch tests its CUDA graphs
+# with them, too. With them it ignores NCCL_HOOK, which registers memory with NCCL (ProcessGroupNCCL.cpp).
+#
+# Page-locked host memory: torch 2.13 (ATen/core/CachingHostAllocator.h `allocate`) rounds every pinned allocation up to
+# a power of two and keeps what is freed: DeepSpeed's offloaded fp32 weights of Pythia-12B on one GPU take 68.7 GB in
+# place of 47.4. Allocations above `pinned_max_cached_size_mb` are neither rounded nor kept. Its neighbour,
+# `pinned_max_round_threshold_mb`, alone hands out blocks that are too small (pytorch/pytorch#192722).
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first of them that is set
+EXPANDABLE, NCCL_HOOK = "expandable_segments:True", "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 PINNED_KEY, KNOWN_FROM = "pinned_max_cached_size_mb", [2, 13]  # torch 2.11: "Unrecognized key", once CUDA is used
 PINNED_LIMIT_MIB = 4  # a batch of a data loader stays below it, what DeepSpeed offloads above
 
 
-def limit_rounding(environment: MutableMapping[str, str]) -> None:
-    """Have torch, not imported yet, round no large pinned allocation, if it knows the key; a user's own limit stays."""
-    name = next((name for name in ALLOCATOR if environment.get(name)), ALLOCATOR[0])
-    own, release = environment.get(name, ""), metadata.version("torch").split(".")[:2]
+def set_allocator(environment: MutableMapping[str, str]) -> None:
+    """Set torch's allocators, before it is imported: GPU memory in expandable segments where nobody has set a variable
+    of ALLOCATOR, and no large pinned allocation rounded, if torch knows the key. A user's own values stay."""
+    is_free = not {*ALLOCATOR, NCCL_HOOK} & environment.keys()
+    name = _allocator_variable(environment) or ALLOCATOR[0]
+    own = EXPANDABLE if is_free else environment.get(name, "")
+    release = metadata.version("torch").split(".")[:2]
     if PINNED_KEY not in own and [int(number) for number in release] >= KNOWN_FROM:
-        environment[name] = ",".join(filter(None, (own, f"{PINNED_KEY}:{PINNED_LIMIT_MIB}")))
+        own = ",".join(filter(None, (own, f"{PINNED_KEY}:{PINNED_LIMIT_MIB}")))
+    if own:
+        environment[name] = own
+
+
+def allocator_settings(environment: Mapping[str, str]) -> str:
+    """What torch reads, with the name of the variable."""
+    name = _allocator_variable(environment)
+    return f"{name}={environment[name]}" if name else "torch's defaults"
+
+
+def _allocator_variable(environment: Mapping[str, str]) -> str | None:
+    return next((name for name in ALLOCATOR if environment.get(name)), None)
 
 
 def pinned_bytes(size: int, environment: Mapping[str, str]) -> int:
     """Bytes of host memory that a run under this environment takes for a pinned tensor of `size` bytes."""
-    own = next((environment[name] for name in ALLOCATOR if environment.get(name)), "")
-    found = re.search(rf"{PINNED_KEY}\s*:\s*(\d+)", own)
+    found = re.search(rf"{PINNED_KEY}\s*:\s*(\d+)", allocator_settings(environment))
     if size <= 1 or size > (int(found[1]) if found else PINNED_LIMIT_MIB) << 20:
         return size
     return 1 << (size - 1).bit_length()
@@ -164,7 +182,15 @@ def pinned_bytes(size: int, environment: Mapping[str, str]) -> int:
 
 def library_versions() -> dict[str, str]:
     """{package: installed version}, Python's included."""
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+    return {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
+
+
+def version_of(package: str) -> str:
+    """As installed; "not installed" for one without metadata, as zero-recipes has none in a checkout."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def hardware_facts(device: str) -> dict[str, Any]:
@@ -183,6 +209,7 @@ def hardware_facts(device: str) -> dict[str, Any]:
             "gpus_visible": torch.cuda.device_count(),
             "gpu_memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
+            "allocator": allocator_settings(os.environ),
         }
     return found
 

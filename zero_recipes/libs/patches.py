@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -142,16 +144,15 @@ def forget_releases_with_the_trace() -> None:
 
 
 def patch_quantized_gradients() -> None:
-    """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel as fp16 in its range, and make them their mean over all ranks.
-
-    Called again, it does nothing more.
+    """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel as fp16 in its range and in groups that it can quantize, and
+    make them their mean over all ranks. Called again, it does nothing more.
 
     Private: `all_to_all_quant_reduce` in stage 3 (DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py). It gives
     gradients as they are to a kernel that reads fp16 whatever they are (ops/csrc/quantization/pt_binding.cpp,
     ds_swizzle_quant: `(__half*)input_vals.data_ptr()`): the bits of bf16 and fp32 become other numbers. The kernel adds
     up the devices of a node (quant_reduce.cu, `rop::Add`) and only the nodes are divided by, so that matrices'
     gradients are as many times the mean as a node has devices, while vectors, which go through reduce-scatter, are the
-    mean.
+    mean. Of a shape it checks only that 2 x world divides its size: see `quantized_shape`.
 
     fp16 ends at 6e-8 and 65504, bf16's gradients do not: each tensor is scaled by a power of two, one for all ranks
     since their values are added up, by the largest absolute value that any of them has (an all-reduce of one number a
@@ -166,25 +167,58 @@ def patch_quantized_gradients() -> None:
         return
 
     def all_to_all_quant_reduce(tensors, groups):
-        # what it does not quantize goes through reduce-scatter, as it is
-        quantized = [n for n, t in enumerate(tensors) if t.dim() != 1 and t.numel() % (2 * comm.get_world_size()) == 0]
-        if not quantized:
-            return faulty(tensors, groups)
-        largest = torch.stack([torch.linalg.vector_norm(tensors[n], torch.inf).float() for n in quantized])
+        shapes = {n: quantized_shape(tensor.shape, comm.get_world_size()) for n, tensor in enumerate(tensors)}
+        shapes = {n: shape for n, shape in shapes.items() if shape is not None}
+        given, scales = [tensor.view(-1) for tensor in tensors], {}  # vectors go through reduce-scatter, as they are
+        if not shapes:
+            return faulty(given, groups)
+        largest = torch.stack([torch.linalg.vector_norm(tensors[n], torch.inf).float() for n in shapes])
         largest = largest.where(largest.isfinite(), torch.inf)  # a maximum over ranks may lose a NaN
         comm.all_reduce(largest, op=comm.ReduceOp.MAX)
-        given, scales = list(tensors), {}
-        for n, most in zip(quantized, largest, strict=True):
+        for n, most in zip(shapes, largest, strict=True):
             scales[n] = scale_for_fp16(most, comm.get_world_size(), tensors[n].dtype)
-            given[n] = (tensors[n] * scales[n].to(tensors[n].dtype)).half()
+            given[n] = (tensors[n] * scales[n].to(tensors[n].dtype)).half().reshape(shapes[n])
         out = faulty(given, groups)
-        for n, most in zip(quantized, largest, strict=True):
+        for n, most in zip(shapes, largest, strict=True):
             unscale = torch.where(most.isfinite(), 1 / scales[n] / get_accelerator().device_count(), torch.nan)
             out[n] = out[n].float().mul_(unscale).to(tensors[n].dtype)
         return out
 
     all_to_all_quant_reduce.unpatched = faulty
     stage3.all_to_all_quant_reduce = all_to_all_quant_reduce
+
+
+ROW = 256  # elements of a group, where a gradient's size allows it
+LARGEST_GROUP = 40_960
+
+
+def quantized_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...] | None:
+    """Rows and columns as which DeepSpeed's kernel can quantize a gradient of `shape`; None where it can not.
+
+    It makes max(rows, columns, world_size) groups. swizzled_quantize.cu leaves groups out where the ranks do not divide
+    their number, reads 8 values at once, and launches nothing for groups above LARGEST_GROUP. quant_reduce.cu takes
+    maxima over whole warps of 32 threads, of which groups of up to 128 values have 16. Offsets are 32-bit integers.
+    """
+    size = math.prod(shape)
+    if len(shape) < 2 or size >= 2**31:
+        return None
+    if size >= ROW * ROW and size % (ROW * world_size) == 0:
+        return size // ROW, ROW
+    groups = max(*shape, world_size)
+    if len(shape) > 2 or groups % world_size or size % (8 * groups):
+        return None
+    return tuple(shape) if 128 < size // groups <= LARGEST_GROUP else None
+
+
+def share_not_quantized(shapes: Iterable[Sequence[int]], strategy: Strategy, ranks_per_node: int) -> float | None:
+    """Of the elements of gradients of these shapes; None without qgZ, which quantizes between nodes only."""
+    if not strategy.ds.quantizes_gradients:
+        return None
+    between_nodes = strategy.zero_stage == 3 and strategy.world_size > ranks_per_node
+    left = Counter()
+    for shape in shapes:
+        left[not between_nodes or quantized_shape(shape, strategy.world_size) is None] += math.prod(shape)
+    return left[True] / max(left.total(), 1)
 
 
 def scale_for_fp16(largest: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Tensor:

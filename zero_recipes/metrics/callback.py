@@ -5,6 +5,7 @@ with. docs/metrics.md describes the file.
 """
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from zero_recipes.config.recipe import precision_of
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED
 from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
-from zero_recipes.core.process import CLOCK, rank, signalled
+from zero_recipes.core.process import CLOCK, local_world_size, rank, signalled
 from zero_recipes.distributed.group import gather_rows
-from zero_recipes.libs.deepspeed import STATE_PARTS
+from zero_recipes.libs.deepspeed import STATE_PARTS, whole_shape
+from zero_recipes.libs.patches import share_not_quantized
 from zero_recipes.metrics import probe, schema
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.model import parameter_counts
@@ -161,6 +163,7 @@ class StageMetricsCallback(TrainerCallback):
         self.output_dir = self.output_dir or Path(args.output_dir)
         self.strategy, self.device = self.strategy or strategy_of(args), args.device.type
         parameters, trainable = parameter_counts(model)
+        shapes = [whole_shape(p) for p in model.parameters() if p.requires_grad]
         of_trainer = {
             "name": self.output_dir.name,
             "strategy": self.strategy.name,
@@ -170,6 +173,9 @@ class StageMetricsCallback(TrainerCallback):
             "model": getattr(getattr(model, "config", None), "name_or_path", None) or None,
             "parameters": parameters,
             "trainable_parameters": trainable,
+            "gradients_not_quantized": None
+            if self.ends_with_training  # by DeepSpeed's own rule there
+            else share_not_quantized(shapes, self.strategy, local_world_size(os.environ, self.strategy.world_size)),
             "precision": precision_of(args),
             "micro_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,

@@ -196,6 +196,7 @@ class RunIdentity(Part):
     model_revision: str | None = None
     parameters: Count | None = None
     trainable_parameters: Count | None = None
+    gradients_not_quantized: float | None = None
     precision: Precision | None = None
     micro_batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
