@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.damage import flip
-from tests.helpers.report_runs import metrics, save
 from tests.helpers.tiny import ROOT
 from zero_recipes.ask import write_turns
 from zero_recipes.checkpoint.save import write_checksums
@@ -214,53 +213,3 @@ def test_words_of_a_conversation():
     assert write_turns(tokenizer, None, turns) == "u:a;a:b;u:c;a:"
     as_trained = f"u:{alpaca_prompt('a')};a:b;u:{alpaca_prompt('c')};a:"
     assert write_turns(tokenizer, "alpaca_chat", turns) == as_trained
-
-
-TASK = """
-task: creatures
-dataset_path: json
-dataset_kwargs: {data_files: {test: rows.jsonl}}
-test_split: test
-output_type: loglikelihood
-doc_to_text: "{{instruction}}"
-doc_to_target: " {{output}}"
-metric_list: [{metric: perplexity}]
-"""
-
-
-@pytest.mark.launch
-def test_evaluate_scores_base_and_model_by_a_task_of_ones_own(tuned, adapter, tmp_path, monkeypatch, capfd):
-    """Perplexities as log-likelihoods summed by hand give them; in the file, the report and the card."""
-    pytest.importorskip("lm_eval")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "task.yaml").write_text(TASK)
-    run = tmp_path / "runs" / "mine"
-    shutil.copytree(tuned, run)
-    save(run, metrics("ddp", model=str(BASE)))
-    command = ["evaluate", "--include_path", str(tmp_path), "--tasks", "creatures", "--batch_size", "1"]
-    assert cli.main([*command, str(run), "--base", str(BASE)]) == 0
-    assert "not a git repository" not in capfd.readouterr().err
-    [row] = json.loads((run / "evaluations.json").read_text())
-    assert math.log(row["before"]) == pytest.approx(by_hand(BASE), abs=0.1), "in bfloat16"
-    assert math.log(row["after"]) == pytest.approx(by_hand(tuned), abs=1e-3)
-    assert cli.main(["report", str(tmp_path / "runs")]) == 0
-    cells = f"| creatures | perplexity | 4 | 0 | {row['before']:.4f}"
-    assert cells in (tmp_path / "runs" / "report.md").read_text() and cells in (run / "README.md").read_text()
-    assert "<td>creatures</td>" in (tmp_path / "runs" / "report.html").read_text()
-
-    assert cli.main([*command, str(adapter), "--limit", "2", "--output_dir", "out"]) == 0
-    assert json.loads((tmp_path / "out" / "evaluations.json").read_text())[0]["rows"] == 2
-    assert cli.main(["evaluate", str(run), "--tasks", "creature", "--include_path", str(tmp_path)]) == 2
-    assert "creature" in capfd.readouterr().err
-
-
-def by_hand(folder) -> float:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(BASE)
-    found = []
-    for row in ROWS:
-        start = len(tokenizer(row["instruction"])["input_ids"])
-        ids = torch.tensor([tokenizer(f"{row['instruction']} {row['output']}")["input_ids"]])
-        logs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])
-        found.append(logs[start - 1 :].sum().item())
-    return -sum(found) / len(found)

@@ -178,15 +178,6 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--max_new_tokens", type=COUNT, help="default: the recipe's value, or 256 in a conversation")
     verb.add_argument("--output_dir", type=Path, help="folder for samples.jsonl; default: output/ask-<model>")
 
-    verb = of_model(verbs.evaluate, "score a saved model and its base model on lm-eval tasks", overrides=False)
-    verb.add_argument("--tasks", type=names, required=True, help="comma-separated task names, e.g. hellaswag,arc_easy")
-    verb.add_argument("--include_path", type=Path, help="folder with your own tasks (lm-eval YAML files)")
-    verb.add_argument("--limit", type=COUNT, help="rows per task; default: all")
-    verb.add_argument("--num_fewshot", type=int, help="examples in the prompt; default: the task's")
-    verb.add_argument("--batch_size", type=COUNT, default=8, help="default: %(default)s")
-    verb.add_argument("--apply_chat_template", action="store_true", help="use the model's chat template")
-    verb.add_argument("--output_dir", type=Path, help="for evaluations.json; default: the model's folder")
-
     verb = add(verbs.verify, "check that a saved model, adapter or checkpoint is complete")
     verb.add_argument("folder", type=Path, help="e.g. output/pythia, or output/pythia/checkpoint-500")
     verb.add_argument("--deep", action="store_true", help="also check for NaN, infinite and all-zero tensors")

@@ -33,7 +33,7 @@ def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
     return verb
 
 
-tune, evaluate, export, rent = map(_elsewhere, ("tune", "evaluate", "export", "rent"))
+tune, export, rent = map(_elsewhere, ("tune", "export", "rent"))
 
 
 def fetch(arguments: argparse.Namespace) -> int:

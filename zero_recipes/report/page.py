@@ -86,7 +86,6 @@ def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pi
         failures=[run for run in runs if run.status != "ok"],
         answered=answered,
         means=mean_scores(answered.samples) if answered else {},
-        evaluated=[read.evaluations_table(run.label, run.evaluations) for run in runs if run.evaluations],
         details=_details(runs),
     )
 
