@@ -1,4 +1,4 @@
-"""`zero-recipes ask`: a saved model beside its base, on the same prompts or in a conversation."""
+"""`zero-recipes ask`: a saved model beside its base, on the same prompts."""
 
 import argparse
 import itertools
@@ -6,10 +6,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import datasets
 import torch
@@ -23,8 +23,6 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Recipe, Settings, choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
 from zero_recipes.core.process import environment_kept
-from zero_recipes.core.tables import shown
-from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.data.load import PADDING_TOKENS
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.model import load_config, load_model
@@ -32,8 +30,6 @@ from zero_recipes.training import samples as sampling
 
 RECIPE, SAMPLES = "recipe.resolved.yaml", "samples.jsonl"
 NO_BASE = "none"  # --base none: the model alone
-CHAT_TOKENS = 256  # of an answer in a conversation
-Measured = TypeVar("Measured")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 _COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16"}
 # keys of a recipe about its training: the process group, DeepSpeed, FSDP, the device
@@ -50,9 +46,6 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     device = choose_device(use_cpu=False)
     target = find_target(arguments.model, arguments.base, overrides, arguments.trust_remote_code)
     tokenizer = load_tokenizer(target)
-    if arguments.chat:
-        beside = arguments.base not in (None, NO_BASE)
-        return _chat(target, tokenizer, device, beside, arguments.max_new_tokens or CHAT_TOKENS)
     out = _output_dir(arguments.output_dir, target)
     most = arguments.max_new_tokens or target.settings.sample_max_new_tokens
     samples = read_questions(target, arguments.prompts, tokenizer)
@@ -263,8 +256,11 @@ def _of_file(path: Path) -> str | list[str]:
 
 
 def base_and_model(
-    target: Target, tokenizer: PreTrainedTokenizerBase, device: str, measure: Callable[[Loaded], Measured]
-) -> tuple[Measured | None, Measured]:
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    device: str,
+    measure: Callable[[Loaded], sampling.Answers],
+) -> tuple[sampling.Answers | None, sampling.Answers]:
     """What `measure` gives of the base (None without one; an adapter's is the model with it off) and of the model."""
     base = None
     if target.base is not None and not target.is_adapter:
@@ -284,41 +280,3 @@ def scores_of(answer: str, reference: str) -> dict[str, float]:
     kinds = ["rouge1", "rouge2", "rougeL"]
     scores = rouge_scorer.RougeScorer(kinds, use_stemmer=True).score(reference, answer)
     return sampling.text_scores(answer, reference) | {kind: float(scores[kind].fmeasure) for kind in kinds}
-
-
-def write_turns(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None, turns: list[dict[str, str]]) -> str:
-    """A conversation by the chat template, else in Alpaca's prompt, else the text of all turns. Raises Refusal."""
-    if dataset_format == "alpaca_chat":
-        prompts = {"user": alpaca_prompt}
-        turns = [each | {"content": prompts.get(each["role"], str)(each["content"])} for each in turns]
-    if tokenizer.chat_template:
-        with library_error_as_finding("writing the conversation with the model's chat template"):
-            return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    contents = [turn["content"] for turn in turns]
-    return alpaca_prompt(contents[-1]) if dataset_format == "alpaca" else "\n".join(contents)
-
-
-def _chat(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, beside: bool, most: int) -> int:
-    """Until /exit, the end of the input or Ctrl-C."""
-    models = {"model": load(target, tokenizer, device)}
-    if beside and target.is_adapter:
-        models = {"base": models["model"]._replace(adapter_off=True)} | models
-    elif beside:
-        models = {"base": load(target, tokenizer, device, of_base=True)} | models
-    turns: dict[str, list[dict[str, str]]] = {name: [] for name in models}
-    print("/reset clears the conversation, /exit (or Ctrl-D) ends it.", flush=True)
-    with suppress(EOFError, KeyboardInterrupt):
-        while (text := input("\nyou> ").strip()) != "/exit":
-            if text == "/reset":
-                turns = {name: [] for name in models}
-                print("(forgotten)", flush=True)
-                continue
-            for name, loaded in models.items() if text else ():
-                turns[name].append({"role": "user", "content": text})
-                prompt = write_turns(tokenizer, target.settings.dataset_format, turns[name])
-                sample = Sample(prompt, None, templated=bool(tokenizer.chat_template))
-                answer = loaded.answers([sample], most).texts[0]
-                print(f"{name}> {shown(answer)}", flush=True)
-                turns[name].append({"role": "assistant", "content": answer})
-    print(flush=True)
-    return 0

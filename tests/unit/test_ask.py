@@ -1,6 +1,5 @@
 """`zero-recipes ask`: what it reads, refuses and scores, on the tiny world's base and models made of it."""
 
-import io
 import json
 import math
 import os
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.damage import flip
 from tests.helpers.tiny import ROOT
-from zero_recipes.ask import write_turns
 from zero_recipes.checkpoint.save import write_checksums
 from zero_recipes.cli import main as cli
 from zero_recipes.data.forms import alpaca_prompt
@@ -121,7 +119,6 @@ def places(tmp_path_factory, tuned, adapter) -> dict[str, Path]:
     [
         (["nowhere"], "ZR784"),
         ([BASE], "ZR570"),
-        ([BASE, "--chat", "--prompts", "x"], "not allowed with"),
         ([BASE, "--prompts", "nowhere.jsonl"], "ZR199"),
         ([BASE, "--prompts", "{rows}", "--output_dir", "{full}", *FORMAT], "ZR793"),
         ([BASE, "--max_lenth", "3"], "ZR103"),
@@ -187,29 +184,3 @@ def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path):
     for row, known in zip(wide, base, strict=True):
         assert row.scores_before["reference_loss"] == pytest.approx(known.scores_after["reference_loss"], abs=0.1)
         assert row.scores_before["reference_loss"] != known.scores_after["reference_loss"]  # float32 here, bf16 there
-
-
-def talk(monkeypatch, capsys, text: str, *words) -> str:
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert ask(*words, "--chat") == 0
-    return capsys.readouterr().out
-
-
-def test_a_pipe_is_a_conversation(adapter, tuned, monkeypatch, capsys):
-    lines = "What colour is the kozob?\n\n/reset\nWhere does it live?\n/exit\nnever\n"
-    printed = talk(monkeypatch, capsys, lines, adapter, "--base", BASE, *FORMAT[:2], "--max_new_tokens", 6)
-    assert printed.count("you> ") == 5 and printed.count("base> ") == printed.count("model> ") == 2
-    assert "(forgotten)" in printed and "never" not in printed
-    printed = talk(monkeypatch, capsys, "Once upon", tuned, "--max_new_tokens", 3)  # no last line break
-    assert printed.count("model> ") == 1 and "base> " not in printed
-
-
-def test_words_of_a_conversation():
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
-    assert write_turns(tokenizer, "alpaca", turns) == alpaca_prompt("c")
-    assert write_turns(tokenizer, None, turns) == "a\nb\nc"
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
-    assert write_turns(tokenizer, None, turns) == "u:a;a:b;u:c;a:"
-    as_trained = f"u:{alpaca_prompt('a')};a:b;u:{alpaca_prompt('c')};a:"
-    assert write_turns(tokenizer, "alpaca_chat", turns) == as_trained

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.helpers.tiny import ROOT, write_llama
+from zero_recipes.cli.export import prompt_of
 from zero_recipes.cli.main import main
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics.read_runs import SampleRow
@@ -90,3 +91,14 @@ def test_gguf_answers_as_transformers(tmp_path, capfd):
         assert [kind for kind, _ in found] == kinds
         # a token that is nearly as likely may win in 16 bits
         assert all(int(equal) >= 2 for kind, equal in found if kind != "q8_0"), found
+
+
+def test_a_question_is_written_as_the_rows_of_the_run():
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
+    assert prompt_of(tokenizer, None, "Hi?") == "Hi?"
+    assert prompt_of(tokenizer, "alpaca", "Hi?") == alpaca_prompt("Hi?")
+    tokenizer.chat_template = CHATML
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_of(tokenizer, None, "Hi?") == turn.format("Hi?")
+    assert prompt_of(tokenizer, "alpaca_chat", "Hi?") == turn.format(alpaca_prompt("Hi?"))
+    assert prompt_of(tokenizer, "alpaca", "Hi?") == alpaca_prompt("Hi?")

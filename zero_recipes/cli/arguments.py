@@ -170,12 +170,10 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
         verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
         return verb
 
-    text = "prompt a saved model and its base model with the same prompts and score both, or chat with them"
+    text = "prompt a saved model and its base model with the same prompts and score both"
     verb = of_model(verbs.ask, text, overrides=True)
-    either = verb.add_mutually_exclusive_group()
-    either.add_argument("--prompts", type=Path, help="JSON Lines, or one prompt per line; default: the recipe's")
-    either.add_argument("--chat", action="store_true", help="start a conversation; with --base also with the base")
-    verb.add_argument("--max_new_tokens", type=COUNT, help="default: the recipe's value, or 256 in a conversation")
+    verb.add_argument("--prompts", type=Path, help="JSON Lines, or one prompt per line; default: the recipe's")
+    verb.add_argument("--max_new_tokens", type=COUNT, help="default: the recipe's value")
     verb.add_argument("--output_dir", type=Path, help="folder for samples.jsonl; default: output/ask-<model>")
 
     verb = add(verbs.verify, "check that a saved model, adapter or checkpoint is complete")

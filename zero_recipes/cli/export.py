@@ -22,7 +22,8 @@ from huggingface_hub import constants
 
 from zero_recipes import ask
 from zero_recipes.checkpoint.save import compare_with_class, write_checksums
-from zero_recipes.core.findings import RunFailed, refusal
+from zero_recipes.core.findings import RunFailed, library_error_as_finding, refusal
+from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import read_samples
 from zero_recipes.model import load_config
@@ -52,9 +53,9 @@ def export(arguments: argparse.Namespace) -> int:
     for missing, fix in _missing(arguments.llama_cpp, kinds, target) if kinds else ():
         raise refusal("ZR903", missing=missing, fix=fix)
     llama_cpp = _source(arguments.llama_cpp) if kinds else None
-    question = [{"role": "user", "content": "Tell me a short story."}]  # where the run has no sample prompts
     prompts = [row.prompt for row in read_samples(target.folder / ask.SAMPLES)[:PROMPTS]]
-    prompts = prompts or [ask.write_turns(tokenizer, target.settings.dataset_format, question)]
+    if not prompts:
+        prompts = [prompt_of(tokenizer, target.settings.dataset_format, "Tell me a short story.")]
     model = _merged(ask.load(target, tokenizer, "cpu").model, target, tokenizer, prompts[0])
     ends = _agree_on_the_end(model, tokenizer, target)
     model.save_pretrained(out)
@@ -76,6 +77,17 @@ def export(arguments: argparse.Namespace) -> int:
     ollama = f"ollama create {out.name} -f {out / 'Modelfile'}" if whole else more
     print("", ollama, f"vllm serve {out}", sep="\n")
     return 0 if all(fine) else 1
+
+
+def prompt_of(tokenizer: Any, dataset_format: str | None, question: str) -> str:
+    """A question as the run's rows have it: in Alpaca's prompt, by the chat template. Raises Refusal."""
+    if dataset_format in ("alpaca", "alpaca_chat"):
+        question = alpaca_prompt(question)
+    if not tokenizer.chat_template or dataset_format == "alpaca":
+        return question
+    turns = [{"role": "user", "content": question}]
+    with library_error_as_finding("writing a question with the model's chat template"):
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
 def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:
