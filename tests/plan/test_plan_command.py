@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 import struct
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -127,19 +126,6 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
     assert from_the_package.endswith("/tiny_world/base")
     path.write_text(path.read_text().replace("seed: 0", "seed: 7"))
     assert made()[0].settings.seed == 7
-
-
-@pytest.mark.parametrize("lora", [(), ("--use_peft", "true", "--lora_r", "8")])
-def test_the_llama_of_a_size_is_the_one_that_transformers_builds(lora, monkeypatch):
-    request = command.request_of_size(arguments_of("--params", "2e8", *lora), list(lora))
-    settings, config = request.recipe.settings, request.config
-    quick = vars(shape.shape_of(config, settings))
-    shape._shape.cache_clear()
-    monkeypatch.setattr(shape, "LLAMA_KEYS", set())
-    built = vars(shape.shape_of(config, settings))
-    assert Counter(quick.pop("tensors")) == Counter(built.pop("tensors"))
-    assert quick == built
-    shape._shape.cache_clear()
 
 
 def test_without_options_a_size_has_the_values_that_trl_gives_a_recipe():
