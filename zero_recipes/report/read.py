@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from zero_recipes.core import units
 from zero_recipes.core.files import package_yaml
-from zero_recipes.core.tables import Column, Row, markdown_columns
+from zero_recipes.core.tables import Column, Row
 from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.metrics.schema import ORDER
 from zero_recipes.theory import zero_paper
@@ -190,10 +190,6 @@ class Table(NamedTuple):
         shown = {column.header for column in self.measured}
         return [column["note"] for column in texts()["memory"] + texts()["speed"]
                 if "note" in column and column["header"] in shown]  # fmt: skip
-
-    @property
-    def markdown(self) -> str:
-        return markdown_columns(self.named, self.measured, self.rows)
 
 
 def tables(runs: Sequence[MeasuredRun]) -> list[Table]:
