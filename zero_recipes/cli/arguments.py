@@ -116,9 +116,9 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("--show", action="store_true", help='print the ds_config with every "auto" filled in')
     verb.add_argument("--traceback", action="store_true", help="show where a library raised its error")
 
-    text = "convert an axolotl, LLaMA-Factory, ms-swift or torchtune file to a recipe, and list what has no counterpart"
+    text = "convert an axolotl, LLaMA-Factory or torchtune file to a recipe, and list what has no counterpart"
     verb = add(import_config.import_, text)
-    verb.add_argument("file", type=Path, help="a YAML file, or a script with a `swift sft` command")
+    verb.add_argument("file", type=Path, help="the YAML file that the other trainer reads")
     verb.add_argument("--output", type=Path, help="file for the recipe; default: FILE.recipe.yaml in this folder")
     verb.add_argument("--allow", type=names, help="comma-separated keys to leave out, although the training differs")
 
