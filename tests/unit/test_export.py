@@ -77,13 +77,13 @@ def test_the_template_of_an_alpaca_model_is_its_prompt(adapter):
 
 @pytest.mark.grid
 def test_gguf_answers_as_transformers(tmp_path, capfd):
-    """A GPT-NeoX with a tokenizer of its own, and an adapter on its file. llama.cpp's source is downloaded once."""
+    """A GPT-NeoX with a tokenizer of its own, and an adapter of it. llama.cpp's source is downloaded once."""
     pytest.importorskip("xllamacpp")
     neox, folder = ROOT / "tiny_world" / "base", tmp_path / "lora"
     lora = LoraConfig(r=4, lora_alpha=0.1, target_modules=["query_key_value", "dense"], init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(neox), lora).save_pretrained(folder)
     AutoTokenizer.from_pretrained(neox).save_pretrained(folder)
-    for model, kinds in ((shutil.copytree(neox, tmp_path / "neox"), ["f16", "q8_0"]), (folder, ["f16", "lora"])):
+    for model, kinds in ((shutil.copytree(neox, tmp_path / "neox"), ["f16", "q8_0"]), (folder, ["f16"])):
         rows = [SampleRow(prompt=text, scores_before={}).model_dump_json() for text in ("Name a fish.", "Moss", "It")]
         (model / "samples.jsonl").write_text("\n".join(rows) + "\n")
         assert main(["export", str(model), "--gguf", *kinds]) == 0
