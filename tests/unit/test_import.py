@@ -208,15 +208,14 @@ def test_data_of_llama_factory_that_is_on_the_hub(drafted):
     ("file", "keys"),
     [
         ("finetuning_type: oft\noft_block_size: 16\n", {"peft_type": "OFT", "oft_block_size": 16}),
-        ("pissa_init: true\n", {"init_lora_weights": "pissa_niter_16"}),
-        ("pissa_init: true\npissa_iter: -1\n", {"init_lora_weights": "pissa"}),
     ],
 )
 def test_adapters_become_a_configuration_of_peft(drafted, file, keys):
     draft, recipe = drafted(FACTORY + "template: llama3\n" + file)
     assert not draft.changes and recipe["peft_config"] == keys
     assert recipe["use_peft"] and recipe["lora_target_modules"] == ["all-linear"]
-    assert ("lora_r" in recipe) == ("peft_type" not in keys)
+    assert "lora_r" not in recipe
+    assert [*drafted(FACTORY + "template: llama3\npissa_init: true\n")[0].changes] == ["pissa_init"]
 
 
 def test_a_file_of_torchtune_names_its_model_in_a_comment(drafted):
