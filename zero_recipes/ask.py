@@ -1,11 +1,10 @@
 """`zero-recipes ask`: a saved model beside its base, on the same prompts."""
 
 import argparse
-import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,19 +45,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     device = choose_device(use_cpu=False)
     target = find_target(arguments.model, arguments.base, overrides, arguments.trust_remote_code)
     tokenizer = load_tokenizer(target)
-    out = _output_dir(arguments.output_dir, target)
     most = arguments.max_new_tokens or target.settings.sample_max_new_tokens
     samples = read_questions(target, arguments.prompts, tokenizer)
+    out = _output_dir(arguments.output_dir, target)
     print(f"model: {target.folder}", f"base: {target.base or 'none (--base NAME)'}", sep="\n")
     print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
-    batch = target.settings.per_device_eval_batch_size
-
-    def answers(loaded: Loaded) -> sampling.Answers:
-        if not loaded.adapter_off:
-            sampling.print_prompts_cut(loaded.model, tokenizer, samples, most)
-        return loaded.answers(samples, most, batch)
-
-    base, tuned = base_and_model(target, tokenizer, device, answers)
+    base, tuned = answers_of_both(target, tokenizer, device, samples, most)
     rows = sampling.sample_rows(samples, base, tuned, scores_of)
     for row in rows:
         for scores in (row.scores_before, row.scores_after):
@@ -71,15 +63,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _output_dir(requested: Path | None, target: "Target") -> Path:
-    """Where samples.jsonl goes: the folder named, else the first of output/ask-NAME, ask-NAME-2, ... without one."""
-    if requested is None:
-        first = Path("output") / f"ask-{target.folder.resolve().name}"
-        folders = itertools.chain([first], (Path(f"{first}-{number}") for number in itertools.count(2)))
-        return next(folder for folder in folders if not (folder / SAMPLES).exists())
-    if (requested / SAMPLES).exists():
-        raise refusal("ZR793", requested=requested / SAMPLES)
-    requested.mkdir(parents=True, exist_ok=True)
-    return requested
+    """Where samples.jsonl goes: the folder named, else output/ask-NAME. Raises Refusal where there is one."""
+    folder = requested or Path("output") / f"ask-{target.folder.resolve().name}"
+    if (folder / SAMPLES).exists():
+        raise refusal("ZR793", requested=folder / SAMPLES)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -125,7 +114,7 @@ class Loaded(NamedTuple):
         with autocast, self.model.disable_adapter() if self.adapter_off else nullcontext():
             yield
 
-    def answers(self, samples: list[Sample], most: int, batch: int = 1) -> sampling.Answers:
+    def answers(self, samples: list[Sample], most: int, batch: int) -> sampling.Answers:
         """Greedy answers and reference losses, `batch` prompts at a time as its run took them."""
         found = sampling.Answers([], [])
         with self.ready():
@@ -255,21 +244,20 @@ def _of_file(path: Path) -> str | list[str]:
     return str(path) if path.suffix != ".txt" and lines and lines[0].lstrip().startswith("{") else lines
 
 
-def base_and_model(
-    target: Target,
-    tokenizer: PreTrainedTokenizerBase,
-    device: str,
-    measure: Callable[[Loaded], sampling.Answers],
+def answers_of_both(
+    target: Target, tokenizer: PreTrainedTokenizerBase, device: str, samples: list[Sample], most: int
 ) -> tuple[sampling.Answers | None, sampling.Answers]:
-    """What `measure` gives of the base (None without one; an adapter's is the model with it off) and of the model."""
+    """Of the base (None without one; an adapter's is the model with it off) and of the model."""
+    batch = target.settings.per_device_eval_batch_size
     base = None
     if target.base is not None and not target.is_adapter:
-        base = measure(load(target, tokenizer, device, of_base=True))
+        base = load(target, tokenizer, device, of_base=True).answers(samples, most, batch)
         clear_device_cache(garbage_collection=True)
     tuned = load(target, tokenizer, device)
+    sampling.print_prompts_cut(tuned.model, tokenizer, samples, most)
     if target.is_adapter:
-        base = measure(tuned._replace(adapter_off=True))
-    return base, measure(tuned)
+        base = tuned._replace(adapter_off=True).answers(samples, most, batch)
+    return base, tuned.answers(samples, most, batch)
 
 
 def scores_of(answer: str, reference: str) -> dict[str, float]:

@@ -127,7 +127,6 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("--params", type=AMOUNT, help=size)
     _add_machines(verb)
     verb.add_argument("--max", action="store_true", help="find the largest micro batch and longest sequences that fit")
-    verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.txt and plan.png there")
     verb.add_argument("-v", "--verbose", action="store_true", help="also print parts, phases and caveats")
     verb.add_argument("--json", action="store_true", help="print only JSON")
 
@@ -163,15 +162,14 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb = add(verbs.report, "recommend a strategy from measured runs; write tables, plots and one HTML page")
     verb.add_argument("folder", type=Path, help="folder of a sweep or a run, e.g. output/pythia-sweep")
 
-    def of_model(func: Callable[[argparse.Namespace], int], text: str, overrides: bool) -> argparse.ArgumentParser:
-        verb = add(func, text, overrides=overrides)
+    def of_model(func: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        verb = add(func, text, overrides=True)
         verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
         verb.add_argument("--base", help="base model (folder, name or none); default: from the run or the adapter")
         verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
         return verb
 
-    text = "prompt a saved model and its base model with the same prompts and score both"
-    verb = of_model(verbs.ask, text, overrides=True)
+    verb = of_model(verbs.ask, "prompt a saved model and its base model with the same prompts and score both")
     verb.add_argument("--prompts", type=Path, help="JSON Lines, or one prompt per line; default: the recipe's")
     verb.add_argument("--max_new_tokens", type=COUNT, help="default: the recipe's value")
     verb.add_argument("--output_dir", type=Path, help="folder for samples.jsonl; default: output/ask-<model>")
@@ -183,7 +181,7 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
     text = "export a run's model, with LoRA merged, as safetensors, GGUF and an Ollama Modelfile"
-    verb = of_model(verbs.export, text, overrides=True)
+    verb = of_model(verbs.export, text)
     verb.add_argument("--gguf", nargs="+", default=[], choices=verbs.GGUF, help="file types for llama.cpp and Ollama")
     verb.add_argument("--llama_cpp", type=Path, help="llama.cpp folder; default: download the pinned source")
     verb.add_argument("--output_dir", type=Path, help="default: <model>-export")

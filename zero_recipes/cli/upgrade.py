@@ -27,7 +27,7 @@ def write_strict_ds_config(named: Any) -> Path | None:
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     old = Path(str(named))
-    if not old.is_file() or old.suffix not in (".json", ".json5", ".hjson"):
+    if not old.is_file():
         return None
     text = old.read_text()
     with suppress(ValueError):

@@ -42,11 +42,7 @@ class Judgement(NamedTuple):
 def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
     """All judgements on these runs, in the order in which a reader asks; those on stages need compared rows."""
     compared = read.comparison(runs)
-    judges = {
-        "alike": _alike,
-        "staircase": _staircase,
-        "losses": _losses_equal,
-    }
+    judges = {"alike": _alike, "staircase": _staircase, "losses": _losses_equal}
     answers = {name: judge(compared) for name, judge in judges.items()} if compared else {}
     answers["answers"] = _answers(runs)
     wording = texts()["judgements"]
@@ -166,9 +162,8 @@ def _answers(runs: Sequence[MeasuredRun]) -> Answer:
     if not answered:
         return "cannot tell", "No run has answers from before and after training."
     means = mean_scores(answered)
-    changed = sum(sample.before != sample.after for sample in answered)
     listed = "; ".join(f"{name} {before:.3f} to {after:.3f}" for name, (before, after, _) in means.items())
-    measured = f"{run.label}: mean {listed or 'scores missing'}. {changed} of {len(answered)} answers changed."
+    measured = f"{run.label}: mean {listed or 'scores missing'}."
     signs = {name: -1 if name in LOWER_IS_BETTER else 1 for name in JUDGED_SCORES if name in means}
     gains = [sign * (means[name][1] - means[name][0]) for name, sign in signs.items()]
     if not gains or (min(gains) < 0 < max(gains)):

@@ -1,4 +1,4 @@
-"""The pictures of the report and of a plan. Sizes in bytes come in, PNG files go out.
+"""The pictures of the report. Sizes in bytes come in, PNG files go out.
 
 Figures are built without pyplot: nothing global is touched and no display is looked for.
 """
@@ -36,7 +36,6 @@ MEMORY = {
 LABELS = {"buckets": "buckets, gathered", "offloaded_host": "on host", "offloaded_disk": "on disk"}
 STATES = ("params", "grads", "optimizer", "offloaded_host", "offloaded_disk")
 BEYOND = 2.0  # of the GPU's memory: bars that go further are cut, and say how far they go
-BELOW = 10  # times: a line so far above would leave nothing of the bars
 ABSENT = {"oom": "out of memory", "ok": "not measured"}  # why there is no bar, by status
 
 
@@ -88,11 +87,8 @@ def draw_single(run: MeasuredRun, folder: Path) -> Path | None:
 
 
 def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capacity: int | None = None) -> Path:
-    """Stacks of memory, with the measured peak beside each. `capacity`: bytes of one GPU, a line across; words where
-    it is far above all bars."""
+    """Stacks of memory, with the measured peak beside each. `capacity`: bytes of one GPU, a line across."""
     highest = max(max(bar.top, bar.peak or 0) for bar in bars)
-    if capacity is not None and highest < capacity / BELOW:
-        setting, capacity = f"{setting}; a GPU has {units.size(capacity)}", None
     highest = highest if capacity is None else min(max(highest, capacity), BEYOND * capacity)
     unit, one = units.unit_of(highest)
     written = lambda size: units.significant(size / one) if size >= one else units.size(size)  # noqa: E731

@@ -26,7 +26,7 @@ from zero_recipes.metrics import read_runs, schema
 README, RECIPE, SAMPLES, PICTURE = "README.md", "recipe.resolved.yaml", "samples.jsonl", "loss.png"
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 SECRET = ("hub_token", "output_dir", "logging_dir", "resume_from_checkpoint")  # keys that are nobody else's
-MOST_LOSSES, MOST_SAMPLES = 10, 5  # rows of the card's tables
+MOST_SAMPLES = 5  # rows of the card's table
 HUB_SECONDS = 600  # without a byte of an answer
 
 
@@ -64,8 +64,6 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         adapter=json.loads((folder / "adapter_config.json").read_text()) if is_adapter else {},
         data=[(redacted(name), licence_of(name, "dataset") or "unknown") for name in named],
         measured=_measured(run),
-        losses=_thinned(run.losses),
-        evaluations=_thinned({each.step: each.loss for each in run.eval_history or []}),
         samples=[_cells(row) for row in read_runs.read_samples(folder / SAMPLES)[:MOST_SAMPLES]],
         units=units,
     )
@@ -113,13 +111,6 @@ def _measured(run: schema.Metrics) -> list[tuple[str, str, str]]:
         ("Model FLOPs utilization", units.percent(run.mfu), ""),
     ]
     return [row for row in rows if any(row[1:])]
-
-
-def _thinned(values: Mapping[int, float]) -> list[tuple[int, str]]:
-    """At most MOST_LOSSES of the steps, evenly, the first and the last among them."""
-    steps, most = sorted(values), min(len(values), MOST_LOSSES)
-    chosen = {steps[index * (len(steps) - 1) // max(1, most - 1)] for index in range(most)}
-    return [(step, units.fixed(values[step], 4)) for step in sorted(chosen)]
 
 
 def _cells(row: read_runs.SampleRow) -> list[str]:
