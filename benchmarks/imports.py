@@ -1,6 +1,6 @@
 """How many example files of other trainers `zero-recipes import` maps: python -m benchmarks.imports FOLDER
 
-FOLDER holds clones of axolotl, LLaMA-Factory, ms-swift and torchtune. Writes results/imports.json. Whole: everything is
+FOLDER holds clones of axolotl, LLaMA-Factory and torchtune. Writes results/imports.json. Whole: everything is
 mapped. With a named loss: something is not done. Refused: another training would follow; of those `data_only`, where
 only the data is not known, and `no_text`, which is no supervised training on text.
 """
@@ -17,7 +17,6 @@ from zero_recipes.core.findings import Refusal
 
 # where the examples are, words of those that are counted, and what a file has that is no supervised training on text:
 # preferences, rewards, images, sound, streams, classification, embeddings
-SWIFT = r"task_type|LaTeX_OCR|coco|VideoChat|aishell|TextCaps|garbage265|[Oo]mni|VL|TTS|wds_voc|lmms-lab"
 PROJECTS = {
     "axolotl": (
         "examples/**/*.y*ml",
@@ -25,7 +24,6 @@ PROJECTS = {
         r"(?m)^(rl|processor_type|pretraining_dataset|task_type|\w*reward_model):",
     ),
     "LLaMA-Factory": ("examples/**/*.yaml", ["stage: sft", "do_train: true"], r"mllm_demo|llava"),
-    "ms-swift": ("examples/**/*.sh", ["swift sft"], SWIFT),
     "torchtune": ("recipes/configs/**/*.yaml", ["epochs:"], r"rlhf|grpo_samples|multimodal|vision"),
 }
 
@@ -43,7 +41,6 @@ def counted(clone: Path, pattern: str, words: list[str], no_text: str) -> dict:
         kinds["files"] += 1
         kinds["refused" if draft.changes else "with_a_named_loss" if draft.loses else "whole"] += 1
         refused_for.update(draft.changes.keys())
-        kinds["after_one_download"] += not draft.changes and "modelscope download" in draft.text()
         kinds["no_text"] += bool(draft.changes and re.search(no_text, text))
         kinds["data_only"] += draft.changes.keys() in ({"dataset"}, {"datasets"})
     head = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)

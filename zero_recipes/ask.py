@@ -1,15 +1,14 @@
-"""`zero-recipes ask`: a saved model beside its base, on the same prompts or in a conversation."""
+"""`zero-recipes ask`: a saved model beside its base, on the same prompts."""
 
 import argparse
-import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import datasets
 import torch
@@ -23,8 +22,6 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Recipe, Settings, choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
 from zero_recipes.core.process import environment_kept
-from zero_recipes.core.tables import shown
-from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.data.load import PADDING_TOKENS
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.model import load_config, load_model
@@ -32,8 +29,6 @@ from zero_recipes.training import samples as sampling
 
 RECIPE, SAMPLES = "recipe.resolved.yaml", "samples.jsonl"
 NO_BASE = "none"  # --base none: the model alone
-CHAT_TOKENS = 256  # of an answer in a conversation
-Measured = TypeVar("Measured")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 _COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16"}
 # keys of a recipe about its training: the process group, DeepSpeed, FSDP, the device
@@ -50,22 +45,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     device = choose_device(use_cpu=False)
     target = find_target(arguments.model, arguments.base, overrides, arguments.trust_remote_code)
     tokenizer = load_tokenizer(target)
-    if arguments.chat:
-        beside = arguments.base not in (None, NO_BASE)
-        return _chat(target, tokenizer, device, beside, arguments.max_new_tokens or CHAT_TOKENS)
-    out = _output_dir(arguments.output_dir, target)
     most = arguments.max_new_tokens or target.settings.sample_max_new_tokens
     samples = read_questions(target, arguments.prompts, tokenizer)
+    out = _output_dir(arguments.output_dir, target)
     print(f"model: {target.folder}", f"base: {target.base or 'none (--base NAME)'}", sep="\n")
     print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
-    batch = target.settings.per_device_eval_batch_size
-
-    def answers(loaded: Loaded) -> sampling.Answers:
-        if not loaded.adapter_off:
-            sampling.print_prompts_cut(loaded.model, tokenizer, samples, most)
-        return loaded.answers(samples, most, batch)
-
-    base, tuned = base_and_model(target, tokenizer, device, answers)
+    base, tuned = answers_of_both(target, tokenizer, device, samples, most)
     rows = sampling.sample_rows(samples, base, tuned, scores_of)
     for row in rows:
         for scores in (row.scores_before, row.scores_after):
@@ -78,15 +63,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _output_dir(requested: Path | None, target: "Target") -> Path:
-    """Where samples.jsonl goes: the folder named, else the first of output/ask-NAME, ask-NAME-2, ... without one."""
-    if requested is None:
-        first = Path("output") / f"ask-{target.folder.resolve().name}"
-        folders = itertools.chain([first], (Path(f"{first}-{number}") for number in itertools.count(2)))
-        return next(folder for folder in folders if not (folder / SAMPLES).exists())
-    if (requested / SAMPLES).exists():
-        raise refusal("ZR793", requested=requested / SAMPLES)
-    requested.mkdir(parents=True, exist_ok=True)
-    return requested
+    """Where samples.jsonl goes: the folder named, else output/ask-NAME. Raises Refusal where there is one."""
+    folder = requested or Path("output") / f"ask-{target.folder.resolve().name}"
+    if (folder / SAMPLES).exists():
+        raise refusal("ZR793", requested=folder / SAMPLES)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -132,7 +114,7 @@ class Loaded(NamedTuple):
         with autocast, self.model.disable_adapter() if self.adapter_off else nullcontext():
             yield
 
-    def answers(self, samples: list[Sample], most: int, batch: int = 1) -> sampling.Answers:
+    def answers(self, samples: list[Sample], most: int, batch: int) -> sampling.Answers:
         """Greedy answers and reference losses, `batch` prompts at a time as its run took them."""
         found = sampling.Answers([], [])
         with self.ready():
@@ -262,18 +244,20 @@ def _of_file(path: Path) -> str | list[str]:
     return str(path) if path.suffix != ".txt" and lines and lines[0].lstrip().startswith("{") else lines
 
 
-def base_and_model(
-    target: Target, tokenizer: PreTrainedTokenizerBase, device: str, measure: Callable[[Loaded], Measured]
-) -> tuple[Measured | None, Measured]:
-    """What `measure` gives of the base (None without one; an adapter's is the model with it off) and of the model."""
+def answers_of_both(
+    target: Target, tokenizer: PreTrainedTokenizerBase, device: str, samples: list[Sample], most: int
+) -> tuple[sampling.Answers | None, sampling.Answers]:
+    """Of the base (None without one; an adapter's is the model with it off) and of the model."""
+    batch = target.settings.per_device_eval_batch_size
     base = None
     if target.base is not None and not target.is_adapter:
-        base = measure(load(target, tokenizer, device, of_base=True))
+        base = load(target, tokenizer, device, of_base=True).answers(samples, most, batch)
         clear_device_cache(garbage_collection=True)
     tuned = load(target, tokenizer, device)
+    sampling.print_prompts_cut(tuned.model, tokenizer, samples, most)
     if target.is_adapter:
-        base = measure(tuned._replace(adapter_off=True))
-    return base, measure(tuned)
+        base = tuned._replace(adapter_off=True).answers(samples, most, batch)
+    return base, tuned.answers(samples, most, batch)
 
 
 def scores_of(answer: str, reference: str) -> dict[str, float]:
@@ -284,41 +268,3 @@ def scores_of(answer: str, reference: str) -> dict[str, float]:
     kinds = ["rouge1", "rouge2", "rougeL"]
     scores = rouge_scorer.RougeScorer(kinds, use_stemmer=True).score(reference, answer)
     return sampling.text_scores(answer, reference) | {kind: float(scores[kind].fmeasure) for kind in kinds}
-
-
-def write_turns(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None, turns: list[dict[str, str]]) -> str:
-    """A conversation by the chat template, else in Alpaca's prompt, else the text of all turns. Raises Refusal."""
-    if dataset_format == "alpaca_chat":
-        prompts = {"user": alpaca_prompt}
-        turns = [each | {"content": prompts.get(each["role"], str)(each["content"])} for each in turns]
-    if tokenizer.chat_template:
-        with library_error_as_finding("writing the conversation with the model's chat template"):
-            return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    contents = [turn["content"] for turn in turns]
-    return alpaca_prompt(contents[-1]) if dataset_format == "alpaca" else "\n".join(contents)
-
-
-def _chat(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, beside: bool, most: int) -> int:
-    """Until /exit, the end of the input or Ctrl-C."""
-    models = {"model": load(target, tokenizer, device)}
-    if beside and target.is_adapter:
-        models = {"base": models["model"]._replace(adapter_off=True)} | models
-    elif beside:
-        models = {"base": load(target, tokenizer, device, of_base=True)} | models
-    turns: dict[str, list[dict[str, str]]] = {name: [] for name in models}
-    print("/reset clears the conversation, /exit (or Ctrl-D) ends it.", flush=True)
-    with suppress(EOFError, KeyboardInterrupt):
-        while (text := input("\nyou> ").strip()) != "/exit":
-            if text == "/reset":
-                turns = {name: [] for name in models}
-                print("(forgotten)", flush=True)
-                continue
-            for name, loaded in models.items() if text else ():
-                turns[name].append({"role": "user", "content": text})
-                prompt = write_turns(tokenizer, target.settings.dataset_format, turns[name])
-                sample = Sample(prompt, None, templated=bool(tokenizer.chat_template))
-                answer = loaded.answers([sample], most).texts[0]
-                print(f"{name}> {shown(answer)}", flush=True)
-                turns[name].append({"role": "assistant", "content": answer})
-    print(flush=True)
-    return 0

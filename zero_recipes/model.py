@@ -14,7 +14,6 @@ from zero_recipes.libs.deepspeed import is_partitioned, packed_weights, whole_sh
 from zero_recipes.libs.huggingface import other_attention, without_deepspeed_announcement
 from zero_recipes.libs.patches import keep_4bit_layout
 
-STARTS_IN_BASE = ("pissa", "olora")  # values of init_lora_weights: PEFT takes LoRA's matrices out of the base
 # what transformers reports of a load: what it would have done about it
 _KEY_PROBLEMS = {
     "missing_keys": "The model has these tensors but the checkpoint does not. They would be initialized randomly.",

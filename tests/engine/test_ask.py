@@ -57,13 +57,10 @@ ADAPTERS = {
     "LORA": {},
     "OFT": {"peft_type": "OFT", "oft_block_size": 16},
     "MISS": {"peft_type": "MISS", "r": 4},
-    "pissa": {"init_lora_weights": "pissa"},
-    "pissa_niter_4": {"init_lora_weights": "pissa_niter_4"},
-    "olora": {"init_lora_weights": "olora"},
     "orthogonal": {"init_lora_weights": "orthogonal"},
 }
-CHOSEN = {("LORA", "fsdp2"), ("OFT", "zero3"), ("pissa", "ddp"), ("pissa_niter_4", "zero3"), ("olora", "zero2")}
-REFUSED = {("MISS", "zero3"), ("pissa", "fsdp2"), ("pissa_niter_4", "fsdp2"), ("olora", "fsdp2")}
+CHOSEN = {("LORA", "fsdp2"), ("OFT", "zero3"), ("MISS", "ddp"), ("orthogonal", "zero2")}
+REFUSED = {("MISS", "zero3")}
 RUNS = {(name, strategy) for name in ADAPTERS for strategy in ("ddp", "zero2", "zero3", "fsdp2")} - REFUSED
 
 

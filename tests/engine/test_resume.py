@@ -28,7 +28,7 @@ SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
         ("zero2_bf16_states", True, {}),
         ("zero3_bf16_states", True, {}),
         ("zero3", True, LORA | PLUS),
-        ("zero3_offload", True, LORA | PLUS | {"peft_config": {"init_lora_weights": "pissa_niter_4"}}),
+        ("zero3_offload", True, LORA | PLUS),
         ("fsdp2", False, LORA | PLUS),
     ],
 )

@@ -205,7 +205,7 @@ LORA = "use_peft: true\nlora_target_modules: all-linear"
 PEFT = {"use_peft": True, "lora_target_modules": "all-linear"}
 MISS = {"peft_config": {"peft_type": "MISS"}}
 PLUS = {"loraplus_lr_ratio": 16.0}
-PISSA = {"peft_config": {"init_lora_weights": "pissa_niter_4"}}
+GAUSSIAN = {"peft_config": {"init_lora_weights": "gaussian"}}
 FOUR, EIGHT = {"load_in_4bit": True, **PEFT}, {"load_in_8bit": True, **PEFT}
 ON_CPU = {"offload_optimizer": {"device": "cpu"}}
 NVME = {"device": "nvme", "nvme_path": str(ROOT)}
@@ -393,8 +393,8 @@ FAULTS = [
     silent("adapter_alone", {"peft_config": {"r": 4}}, PEFT | {"peft_config": {"r": 4}}),
     silent("adapter_not_tried", PEFT | {"peft_config": {"peft_type": "BOFT"}}, PEFT | {"peft_config": {"r": 4}}),
     silent("adapter_not_tried", PEFT | zero(3) | MISS, PEFT | zero(2) | MISS),
-    silent("adapter_not_tried", PEFT | {"peft_config": {"init_lora_weights": "eva"}}, PEFT | PISSA),
-    silent("adapter_start", PEFT | PISSA | {"use_dora": True}, PEFT | PISSA),
+    silent("adapter_not_tried", PEFT | {"peft_config": {"init_lora_weights": "eva"}}, PEFT | GAUSSIAN),
+    silent("adapter_not_tried", PEFT | {"peft_config": {"init_lora_weights": "pissa"}}, PEFT | GAUSSIAN),
     silent("loraplus", PLUS, PEFT | PLUS),
     silent("loraplus", PEFT | PLUS | {"peft_config": {"peft_type": "OFT"}}, PEFT | PLUS),
     silent("loraplus", PEFT | PLUS | zero(2, ADAM), PEFT | PLUS | zero(2)),

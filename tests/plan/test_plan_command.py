@@ -5,8 +5,6 @@ import json
 import math
 import re
 import shutil
-import struct
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -54,9 +52,9 @@ def rows_of(found: dict) -> dict:
 ROW = re.compile(r"^(\S+(?:, Q?LoRA)?)  +(yes|tight|no)  +([\d,.]+)(?: - ([\d,.]+))? ", re.MULTILINE)
 
 
-def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatch):
+def test_what_to_do_is_said_first_and_on_one_screen(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    said = plan(capsys, "--output_dir", str(tmp_path / "plan"))
+    said = plan(capsys)
     lines = said.splitlines()
     assert lines[0].startswith("zero3 tightly fits EleutherAI/pythia-6.9b-deduped on 2 x h100-80gb")
     assert len(lines) <= 24
@@ -66,10 +64,8 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     assert {row.split(",")[-1].strip() for row in rows} == {*strategies(), "LoRA", "QLoRA"}
     for fits, low, high in rows.values():  # the number that decides is the one that is shown
         assert fits == ("yes" if high <= 85.5 else "tight" if low <= 85.5 else "no")
-    header = (tmp_path / "plan" / "plan.png").read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
-    assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
-    verbose = (tmp_path / "plan" / "plan.txt").read_text()
+    monkeypatch.setenv("COLUMNS", "240")
+    verbose = plan(capsys, "--verbose")
     assert "+17.8 GB" in verbose and verbose.count(" are in the range, ") == 1
     assert "zero0: the cheapest change that fits: zero3" in verbose
 
@@ -127,19 +123,6 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
     assert from_the_package.endswith("/tiny_world/base")
     path.write_text(path.read_text().replace("seed: 0", "seed: 7"))
     assert made()[0].settings.seed == 7
-
-
-@pytest.mark.parametrize("lora", [(), ("--use_peft", "true", "--lora_r", "8")])
-def test_the_llama_of_a_size_is_the_one_that_transformers_builds(lora, monkeypatch):
-    request = command.request_of_size(arguments_of("--params", "2e8", *lora), list(lora))
-    settings, config = request.recipe.settings, request.config
-    quick = vars(shape.shape_of(config, settings))
-    shape._shape.cache_clear()
-    monkeypatch.setattr(shape, "LLAMA_KEYS", set())
-    built = vars(shape.shape_of(config, settings))
-    assert Counter(quick.pop("tensors")) == Counter(built.pop("tensors"))
-    assert quick == built
-    shape._shape.cache_clear()
 
 
 def test_without_options_a_size_has_the_values_that_trl_gives_a_recipe():

@@ -1,6 +1,5 @@
 """`zero-recipes ask`: what it reads, refuses and scores, on the tiny world's base and models made of it."""
 
-import io
 import json
 import math
 import os
@@ -13,9 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.damage import flip
-from tests.helpers.report_runs import metrics, save
 from tests.helpers.tiny import ROOT
-from zero_recipes.ask import write_turns
 from zero_recipes.checkpoint.save import write_checksums
 from zero_recipes.cli import main as cli
 from zero_recipes.data.forms import alpaca_prompt
@@ -122,7 +119,6 @@ def places(tmp_path_factory, tuned, adapter) -> dict[str, Path]:
     [
         (["nowhere"], "ZR784"),
         ([BASE], "ZR570"),
-        ([BASE, "--chat", "--prompts", "x"], "not allowed with"),
         ([BASE, "--prompts", "nowhere.jsonl"], "ZR199"),
         ([BASE, "--prompts", "{rows}", "--output_dir", "{full}", *FORMAT], "ZR793"),
         ([BASE, "--max_lenth", "3"], "ZR103"),
@@ -161,13 +157,11 @@ def test_code_that_a_model_brings_does_not_run_unasked(tmp_path, prompts, capsys
     assert "ASK_WAS_HERE" not in os.environ
 
 
-def test_no_answers_are_written_over(prompts, tmp_path, monkeypatch):
+def test_no_answers_are_written_over(prompts, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        assert ask(BASE, "--base", BASE, "--prompts", prompts, *FORMAT) == 0
-    first, second = sorted((tmp_path / "output").iterdir())
-    assert (first.name, second.name) == ("ask-base", "ask-base-2") and answered(first) == answered(second)
-    assert all(row.before == row.after for row in answered(first))
+    assert ask(BASE, "--base", BASE, "--prompts", prompts, *FORMAT) == 0
+    assert ask(BASE, "--base", BASE, "--prompts", prompts, *FORMAT) == 2 and "ZR793" in capsys.readouterr().err
+    assert all(row.before == row.after for row in answered(Path("output/ask-base")))
 
 
 def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path):
@@ -188,79 +182,3 @@ def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path):
     for row, known in zip(wide, base, strict=True):
         assert row.scores_before["reference_loss"] == pytest.approx(known.scores_after["reference_loss"], abs=0.1)
         assert row.scores_before["reference_loss"] != known.scores_after["reference_loss"]  # float32 here, bf16 there
-
-
-def talk(monkeypatch, capsys, text: str, *words) -> str:
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert ask(*words, "--chat") == 0
-    return capsys.readouterr().out
-
-
-def test_a_pipe_is_a_conversation(adapter, tuned, monkeypatch, capsys):
-    lines = "What colour is the kozob?\n\n/reset\nWhere does it live?\n/exit\nnever\n"
-    printed = talk(monkeypatch, capsys, lines, adapter, "--base", BASE, *FORMAT[:2], "--max_new_tokens", 6)
-    assert printed.count("you> ") == 5 and printed.count("base> ") == printed.count("model> ") == 2
-    assert "(forgotten)" in printed and "never" not in printed
-    printed = talk(monkeypatch, capsys, "Once upon", tuned, "--max_new_tokens", 3)  # no last line break
-    assert printed.count("model> ") == 1 and "base> " not in printed
-
-
-def test_words_of_a_conversation():
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
-    assert write_turns(tokenizer, "alpaca", turns) == alpaca_prompt("c")
-    assert write_turns(tokenizer, None, turns) == "a\nb\nc"
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
-    assert write_turns(tokenizer, None, turns) == "u:a;a:b;u:c;a:"
-    as_trained = f"u:{alpaca_prompt('a')};a:b;u:{alpaca_prompt('c')};a:"
-    assert write_turns(tokenizer, "alpaca_chat", turns) == as_trained
-
-
-TASK = """
-task: creatures
-dataset_path: json
-dataset_kwargs: {data_files: {test: rows.jsonl}}
-test_split: test
-output_type: loglikelihood
-doc_to_text: "{{instruction}}"
-doc_to_target: " {{output}}"
-metric_list: [{metric: perplexity}]
-"""
-
-
-@pytest.mark.launch
-def test_evaluate_scores_base_and_model_by_a_task_of_ones_own(tuned, adapter, tmp_path, monkeypatch, capfd):
-    """Perplexities as log-likelihoods summed by hand give them; in the file, the report and the card."""
-    pytest.importorskip("lm_eval")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "task.yaml").write_text(TASK)
-    run = tmp_path / "runs" / "mine"
-    shutil.copytree(tuned, run)
-    save(run, metrics("ddp", model=str(BASE)))
-    command = ["evaluate", "--include_path", str(tmp_path), "--tasks", "creatures", "--batch_size", "1"]
-    assert cli.main([*command, str(run), "--base", str(BASE)]) == 0
-    assert "not a git repository" not in capfd.readouterr().err
-    [row] = json.loads((run / "evaluations.json").read_text())
-    assert math.log(row["before"]) == pytest.approx(by_hand(BASE), abs=0.1), "in bfloat16"
-    assert math.log(row["after"]) == pytest.approx(by_hand(tuned), abs=1e-3)
-    assert cli.main(["report", str(tmp_path / "runs")]) == 0
-    cells = f"| creatures | perplexity | 4 | 0 | {row['before']:.4f}"
-    assert cells in (tmp_path / "runs" / "report.md").read_text() and cells in (run / "README.md").read_text()
-    assert "<td>creatures</td>" in (tmp_path / "runs" / "report.html").read_text()
-
-    assert cli.main([*command, str(adapter), "--limit", "2", "--output_dir", "out"]) == 0
-    assert json.loads((tmp_path / "out" / "evaluations.json").read_text())[0]["rows"] == 2
-    assert cli.main(["evaluate", str(run), "--tasks", "creature", "--include_path", str(tmp_path)]) == 2
-    assert "creature" in capfd.readouterr().err
-
-
-def by_hand(folder) -> float:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(BASE)
-    found = []
-    for row in ROWS:
-        start = len(tokenizer(row["instruction"])["input_ids"])
-        ids = torch.tensor([tokenizer(f"{row['instruction']} {row['output']}")["input_ids"]])
-        logs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])
-        found.append(logs[start - 1 :].sum().item())
-    return -sum(found) / len(found)

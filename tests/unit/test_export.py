@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.helpers.tiny import ROOT, write_llama
+from zero_recipes.cli.export import prompt_of
 from zero_recipes.cli.main import main
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics.read_runs import SampleRow
@@ -76,13 +77,13 @@ def test_the_template_of_an_alpaca_model_is_its_prompt(adapter):
 
 @pytest.mark.grid
 def test_gguf_answers_as_transformers(tmp_path, capfd):
-    """A GPT-NeoX with a tokenizer of its own, and an adapter on its file. llama.cpp's source is downloaded once."""
+    """A GPT-NeoX with a tokenizer of its own, and an adapter of it. llama.cpp's source is downloaded once."""
     pytest.importorskip("xllamacpp")
     neox, folder = ROOT / "tiny_world" / "base", tmp_path / "lora"
     lora = LoraConfig(r=4, lora_alpha=0.1, target_modules=["query_key_value", "dense"], init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(neox), lora).save_pretrained(folder)
     AutoTokenizer.from_pretrained(neox).save_pretrained(folder)
-    for model, kinds in ((shutil.copytree(neox, tmp_path / "neox"), ["f16", "q8_0"]), (folder, ["f16", "lora"])):
+    for model, kinds in ((shutil.copytree(neox, tmp_path / "neox"), ["f16", "q8_0"]), (folder, ["f16"])):
         rows = [SampleRow(prompt=text, scores_before={}).model_dump_json() for text in ("Name a fish.", "Moss", "It")]
         (model / "samples.jsonl").write_text("\n".join(rows) + "\n")
         assert main(["export", str(model), "--gguf", *kinds]) == 0
@@ -90,3 +91,14 @@ def test_gguf_answers_as_transformers(tmp_path, capfd):
         assert [kind for kind, _ in found] == kinds
         # a token that is nearly as likely may win in 16 bits
         assert all(int(equal) >= 2 for kind, equal in found if kind != "q8_0"), found
+
+
+def test_a_question_is_written_as_the_rows_of_the_run():
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
+    assert prompt_of(tokenizer, None, "Hi?") == "Hi?"
+    assert prompt_of(tokenizer, "alpaca", "Hi?") == alpaca_prompt("Hi?")
+    tokenizer.chat_template = CHATML
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_of(tokenizer, None, "Hi?") == turn.format("Hi?")
+    assert prompt_of(tokenizer, "alpaca_chat", "Hi?") == turn.format(alpaca_prompt("Hi?"))
+    assert prompt_of(tokenizer, "alpaca", "Hi?") == alpaca_prompt("Hi?")

@@ -24,7 +24,6 @@ SHAREGPT = {
 ALPACA = {"instruction": "Say 1.", "input": "Now.", "output": "Word 1."}
 AXOLOTL = "base_model: MODEL\nlearning_rate: 1e-4\nsequence_len: 256\nbf16: false\ndatasets:\n  - path: rows.jsonl\n"
 FACTORY = "model_name_or_path: MODEL\nstage: sft\ndataset: mine\ndataset_dir: .\ncutoff_len: 256\nbf16: false\n"
-SWIFT = "X=0 swift sft \\\n  --model MODEL --template qwen2_5 --dataset rows.jsonl \\\n  --max_length 256\n"
 TUNE = """\
 checkpointer: {checkpoint_dir: MODEL}
 tokenizer: {_component_: torchtune.models.NAME}
@@ -75,20 +74,6 @@ CASES = {
     "LLaMA-Factory deepseek": (FACTORY + "template: deepseek\n", SHAREGPT,
         "<|endoftext|>" + "".join(f"User: {asked}\n\nAssistant:{said}{DEEPSEEK[-19:]}" for asked, said in TURNS),
         f"Word 1.{DEEPSEEK[-19:]}The red fish hums.{DEEPSEEK[-19:]}"),
-    "ms-swift": (SWIFT, ALPACA, written(CHATML, [("Say 1.\nNow.", "Word 1.")], QWEN), "Word 1.<|im_end|>\n"),
-    "ms-swift qwen3": (SWIFT.replace("qwen2_5", "qwen3"), SHAREGPT,
-        written(CHATML, [(asked, f"<think>\n\n</think>\n\n{said}") for asked, said in TURNS]),
-        "Word 1.<|im_end|>\nThe red fish hums.<|im_end|>\n"),
-    "ms-swift qwen3_5": (SWIFT.replace("qwen2_5", "qwen3_5"), ALPACA | {"output": " Word 1. "},
-        written(CHATML, [("Say 1.\nNow.", "<think>\n\n</think>\n\nWord 1.")]), "Word 1.<|im_end|>\n"),
-    "ms-swift default": (SWIFT.replace("qwen2_5", "default"), SHAREGPT, "You are a helpful assistant.\n\n"
-        "### Human:\nSay 1.\n\n### Assistant:\nWord 1.\n\n"
-        "### Human:\nName a fish.\n\n### Assistant:\nThe red fish hums.<|endoftext|>",
-        "Word 1.The red fish hums.<|endoftext|>"),
-    "ms-swift gpt_oss": (SWIFT.replace("qwen2_5", "gpt_oss"), SHAREGPT, None,
-        "<|channel|>final<|message|>Word 1.<|channel|>final<|message|>The red fish hums.<|return|>"),
-    "ms-swift ignore_empty_think": (SWIFT[:-1] + " --loss_scale ignore_empty_think\n",
-        ALPACA | {"output": "<think>\n\n</think>\n\nWord 1."}, None, "Word 1.<|im_end|>\n"),
     "torchtune alpaca": (TUNE.replace("NAME", "llama3_tokenizer").replace("DATA", "alpaca_dataset"), ALPACA,
         "<|endoftext|>" + written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")]) + "<|end_of_text|>",
         written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")])),
@@ -162,7 +147,7 @@ def drafted(tmp_path):
     return of
 
 
-@pytest.mark.parametrize("source", ["axolotl", "LLaMA-Factory", "ms-swift", "torchtune"])
+@pytest.mark.parametrize("source", ["axolotl", "LLaMA-Factory", "torchtune"])
 def test_every_key_of_a_table_is_a_key_of_a_recipe(source):
     known, used = {*keys.key_types(), *LAUNCH_KEYS, "env"}, set(table(source)["always"])
     for row in table(source)["keys"].values():
@@ -189,58 +174,12 @@ def rendered(draft, messages):
     return Template(text).render(messages=messages, raise_exception={}.__getitem__)
 
 
-def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(drafted):
-    """swift/self-cognition has the model's name as {{NAME}}."""
-    command = "NPROC_PER_NODE=$n swift sft --model Qwen/Qwen3-8B --target_modules q_proj"
-    command += " --dataset swift/self-cognition#113"
-    script = f"n=4\n{command} --gradient_accumulation_steps $(expr 16 / $n) --model_author Al"
-    assert drafted(script)[0].changes.keys() == {"dataset"}
-    draft, recipe = drafted(script + " --model_name Bo\n")
-    assert not draft.changes and (recipe["num_processes"], recipe["gradient_accumulation_steps"]) == (4, 4)
-    assert recipe["lora_target_modules"] == ["q_proj"]
-    rows = {"path": "modelscope/self-cognition"}
-    assert recipe["datasets"] == [rows, rows | {"split": "train[:5]"}], "there are 108: swift takes them again"
-    assert "\nBo Al<|im_end|>" in rendered(draft, [{"role": "user", "content": "{{NAME}} {{AUTHOR}}"}])
-    script = f"# swift sft --x\n{command} swift/Qwen3-SFT-Mixin --model_author Al --model_name Bo"
-    draft, recipe = drafted(script)
-    assert "modelscope download --dataset swift/Qwen3-SFT-Mixin --local_dir data/Qwen3-SFT-Mixin" in draft.text()
-    file = {"path": "json", "data_files": "data/Qwen3-SFT-Mixin/qwen3_32b_distill_1k.jsonl"}
-    assert not draft.changes and file in recipe["datasets"]
-
-
-def test_options_of_ms_swift_in_a_file(drafted, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "o.yaml").write_text("model: Qwen/Qwen3-8B\ndataset: AI-ModelScope/LongAlpaca-12k\ntarget_modules: q\n")
-    draft, recipe = drafted("swift sft o.yaml --max_steps 3")
-    assert not draft.changes and (recipe["max_steps"], recipe["max_length"]) == (3, None)
-    assert recipe["datasets"] == [{"path": "Yukang/LongAlpaca-12k"}]
-    turns = [{"role": "user", "content": "Answer: a"}, {"role": "assistant", "content": "Answer: b "}]
-    text = rendered(draft, turns)
-    assert "\nAnswer: a<|im_end|>" in text and text.endswith("</think>\n\nb<|im_end|>\n")
-
-
-def test_groups_of_gpus_of_ms_swift_are_processes_and_rows_tokenized_before_are_rows(drafted):
-    export = "swift export --model M --dataset a.json --split_dataset_ratio 0.1 --to_cached_dataset true"
-    export += " --output_dir o\n"
-    command = "NPROC_PER_NODE=8 swift sft --model M --template qwen --sequence_parallel_size 4 --cached_dataset o/train"
-    command += " --cached_val_dataset o/val\n"
-    draft, recipe = drafted(export + command)
-    assert not draft.changes and [*draft.loses] == ["sequence_parallel_size"] and recipe["num_processes"] == 2
-    assert recipe["datasets"] == [{"path": "json", "data_files": "a.json"}] and recipe["test_split_size"] == 0.1
-    for other in (export.replace(" M", " N"), export[:-1] + " --system hi\n", export.replace("dir o", "dir p")):
-        assert "cached_dataset" in drafted(other + command)[0].changes
-    draft, _ = drafted("swift sft --model M --template qwen3 --dataset a.json --loss_scale all\n")
-    assert [*draft.changes] == ["loss_scale"], "but empty thoughts"
-
-
 def test_loraplus_has_the_weight_decay_of_the_other_trainer(drafted):
     """axolotl hands PEFT none. LLaMA-Factory gives an embedding's two matrices different rates."""
     keys = "weight_decay: 0.3\nloraplus_lr_ratio: 16\n"
     axolotl, factory = AXOLOTL + "    type: alpaca\nadapter: lora\n" + keys, FACTORY + "template: llama3\n" + keys
-    swift = SWIFT[:-1] + " --lorap_lr_ratio 16 --weight_decay 0.3\n"
     for theirs, decay, changes in (
         (axolotl, 0.0, []),
-        (swift, 0.3, []),
         (factory, 0.3, []),
         (factory + "lora_target: q_proj,embed_tokens\n", 0.3, ["lora_target"]),
         (factory + "loraplus_lr_embedding: 2e-6\n", 0.3, ["loraplus_lr_embedding"]),
@@ -269,19 +208,14 @@ def test_data_of_llama_factory_that_is_on_the_hub(drafted):
     ("file", "keys"),
     [
         ("finetuning_type: oft\noft_block_size: 16\n", {"peft_type": "OFT", "oft_block_size": 16}),
-        ("pissa_init: true\n", {"init_lora_weights": "pissa_niter_16"}),
-        ("pissa_init: true\npissa_iter: -1\n", {"init_lora_weights": "pissa"}),
-        ("--init_weights olora", {"init_lora_weights": "olora"}),
-        ("--tuner_type bone --reft_rank 8", {"peft_type": "MISS", "r": 8}),
-        ("--tuner_type bone", {"peft_type": "MISS", "r": 4}),
     ],
 )
 def test_adapters_become_a_configuration_of_peft(drafted, file, keys):
-    theirs = SWIFT[:-1] + f" {file}\n" if file.startswith("--") else FACTORY + "template: llama3\n" + file
-    draft, recipe = drafted(theirs)
+    draft, recipe = drafted(FACTORY + "template: llama3\n" + file)
     assert not draft.changes and recipe["peft_config"] == keys
     assert recipe["use_peft"] and recipe["lora_target_modules"] == ["all-linear"]
-    assert ("lora_r" in recipe) == ("peft_type" not in keys)
+    assert "lora_r" not in recipe
+    assert [*drafted(FACTORY + "template: llama3\npissa_init: true\n")[0].changes] == ["pissa_init"]
 
 
 def test_a_file_of_torchtune_names_its_model_in_a_comment(drafted):
@@ -299,3 +233,11 @@ def test_a_file_of_torchtune_names_its_model_in_a_comment(drafted):
     assert not draft.changes and said.items() <= recipe.items() and "weight_decay" not in draft.loses
     draft, _ = drafted(text.replace("epochs: 1", "epochs: 2") + "kd_ratio: 0.5\n")
     assert {*draft.changes} == {"kd_ratio", "max_steps_per_epoch"}
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("a: b: c", "ZR199"), ("learning_rate: 1", "ZR893"), ("swift sft", "ZR893")]
+)
+def test_a_file_of_no_trainer_is_refused(tmp_path, capsys, text, code):
+    (tmp_path / "theirs.yaml").write_text(text)
+    assert cli.main(["import", str(tmp_path / "theirs.yaml")]) == 2 and code in capsys.readouterr().err

@@ -21,7 +21,7 @@ from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.callback import UNFINISHED
 from zero_recipes.metrics.failure import RankFailure, cause_of, failed_row, keep_failure, signal_in
-from zero_recipes.metrics.probe import RankFigures, continued, steps_not_timed, summarise
+from zero_recipes.metrics.probe import RankFigures, continued, percentile_90, steps_not_timed, summarise
 from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics
 from zero_recipes.training.divergence import Diverged, StopAtDivergence
 from zero_recipes.training.output import RecipeRun
@@ -66,13 +66,18 @@ def figures(step: int, **changes) -> RankFigures:
     return replace(figures, **changes)
 
 
+def test_the_90th_percentile_is_not_the_slowest_of_ten():
+    assert percentile_90([float(step) for step in range(10, 0, -1)]) == pytest.approx(9.1)
+    assert percentile_90([2.0]) == 2.0 and percentile_90([]) is None
+
+
 def test_ranks_are_brought_together():
     found = summarise([figures(1), figures(3)], [9.0, 1.0, 3.0], 1)
     assert [peak.rss for peak in found.peak_memory_bytes] == [100, 300]
     assert [states.params for states in found.model_state_bytes] == [1, 3]
     assert found.tokens == schema.Tokens(all=60, non_padding=40, supervised=20)
     assert found.tokens_per_second == schema.Tokens(all=10.0, non_padding=5.0, supervised=2.5)
-    assert found.step_seconds == schema.StepSeconds(median=2.0, p90=3.0, warmup_steps_excluded=1)
+    assert found.step_seconds == schema.StepSeconds(median=2.0, p90=2.8, warmup_steps_excluded=1)
     assert found.loss_history == [2.0, 4.0, 6.0]
     unknown = [20, 10, None]  # what a rank does not know, nobody does
     found = summarise([figures(1), figures(3, losses=None, tokens=unknown, timed_tokens=unknown)], [1.0, 1.0], 0)

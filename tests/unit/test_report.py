@@ -116,18 +116,11 @@ def test_without_ddp_the_baseline_is_zero0_and_without_both_there_is_none(tmp_pa
 
 
 HIGHER = [{"params": 2_000_000, "grads": 9_000_000, "optimizer": 6_000_000, "offloaded_host": 0, "offloaded_disk": 0}]
-SHARDED = {"communication_bytes_per_step": {"reduce_scatter": 2_000_000, "all_gather": 2_000_000}}
-UNTIMED = {"tokens_per_second": None, "step_seconds": {"median": None, "p90": None, "warmup_steps_excluded": 2}}
-
-
-def speeds(speed):
-    return {"tokens_per_second": {"all": 2 * speed, "non_padding": speed, "supervised": 1.0}}
 
 
 @pytest.mark.parametrize(
     ("word", "changes", "expected", "said"),
     [
-        ("finish", {"zero0": {"status": "failed", "error": "e"}}, "no", "4 of 5 finished. zero0: failed."),
         ("same conditions", {}, "yes", "5 rows with the same settings"),
         ("same conditions", {"zero3": {"micro_batch_size": 1}}, "no", "micro_batch_size (1, 4)"),
         ("same conditions", {"zero3": {"device": "cpu"}}, "no", f"device ({GPU}, cpu)"),
@@ -135,14 +128,6 @@ def speeds(speed):
          "tokens trained on (8,000, 9,000)"),
         ("as much memory", {}, "yes", "zero0 1.250, zero1 1.000, zero2 1.000, zero3 1.000"),
         ("as much memory", {"zero2": {"model_state_bytes": HIGHER}}, "no", " zero2 holds more than zero1. Measured"),
-        ("equally fast", {}, "yes", "Compared with zero0: zero1 1.0 % slower, zero2 2.0 % slower, zero3 24.2 % slower"),
-        ("equally fast", {"zero2": speeds(900.0)}, "no", "zero2 9.1 % slower"),
-        ("equally fast", {"zero3": speeds(960.0)}, "no", "zero3 3.0 % slower"),
-        ("equally fast", {"zero3": speeds(1089.0)}, "no", "zero3 10.0 % faster"),
-        ("equally fast", {"zero2": {"status": "failed", "error": "e"} | speeds(1.0)}, "yes", "zero1 1.0 % slower, z"),
-        ("equally fast", dict.fromkeys(SPEED, UNTIMED), "cannot tell", "Fewer than two stages were timed."),
-        ("bytes as the paper", {}, "no", "zero1 3.00Φ (paper 2), zero2 3.00Φ (paper 2), zero3 3.00Φ (paper 3)"),
-        ("bytes as the paper", {"zero1": SHARDED, "zero2": SHARDED}, "yes", "zero1 2.00Φ (paper 2)"),
         ("same loss", {}, "yes", "Equal to the last bit over 6 steps."),
         ("same loss", {"zero1": {"loss_history": [2.0, 1.8, None]}}, "no", "not finite: zero1 from step 3."),
         ("same loss", {"zero1": {"loss_history": LOSSES[:3]}}, "yes", "Only steps 1 to 3 are compared"),
@@ -151,12 +136,6 @@ def speeds(speed):
 def test_each_question_has_both_answers(tmp_path, word, changes, expected, said):
     judgement = verdict(sweep(tmp_path, changes), word)
     assert (judgement.verdict, said in judgement.measured) == (expected, True), judgement.measured
-
-
-def test_times_on_a_cpu_give_no_verdict_and_ddp_stands_in_for_stage_0(tmp_path):
-    judgement = verdict(sweep(tmp_path, make=on_cpu, strategies=("ddp", "zero2")), "equally fast")
-    assert judgement.verdict == "cannot tell"
-    assert "Compared with ddp: zero2 3.0 % slower. They ran on CPU" in judgement.measured
 
 
 @pytest.mark.parametrize(
@@ -237,15 +216,13 @@ def test_the_page_fetches_nothing_and_escapes_what_models_and_people_wrote(repor
 def test_the_page_has_samples_failures_and_the_full_run(report):
     _, page, _ = report
     heads = re.findall(r"<h2>([^<]+)</h2>", page)
-    assert heads == ["Pictures", "Judgement", "Runs that did not finish", "Comparison", "Full run", "Before and after",
-                     "Details"]  # fmt: skip
+    assert heads == ["Pictures", "Judgement", "Runs that did not finish", "Comparison", "Full run", "Before and after"]
     assert "15 prompts; the first 12 are shown" in page
     assert re.search(r"token_f1</td><td class=\"number\">0.100</td><td class=\"number\">0.500", page)
     assert "full: mean token_f1 0.100 to 0.500" in page, "not of the full run"
     assert re.search(r"<td class=\"number\">4</td><td class=\"number\">1.5000</td>", page)
     for text in ("ddp: oom", "phase train, rank 1, signal SIGKILL", "optimizer states: 537 MB"):
         assert text in page
-    assert re.search(r"46\.1 MB</td><td class=\"number\">41\.9 MB</td><td class=\"number\">10\.0 %", page), "the plan"
 
 
 def test_the_report_begins_with_what_it_comes_to(report, tmp_path):
@@ -270,9 +247,8 @@ def test_the_json_is_strict_and_has_the_numbers_unrounded(report):
     assert by_name["zero3"]["relative_speed"] == 750 / 990
     assert [row["label"] for row in content["rows"] if not row["compared"]] == ["full"]
     assert [entry["verdict"] for entry in content["judgements"] if "same loss" in entry["question"]] == ["no"]
-    lines = (report[0] / "report.md").read_text().splitlines()
-    named = [line.split("|")[1].strip() for line in lines if re.match(r"\| (ddp|zero|full)", line)]
-    assert named == ["ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "full"]
+    named = [row["label"] for row in content["rows"]]
+    assert sorted(named) == sorted(["ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "full"])
 
 
 def test_a_cpu_page_says_so_and_one_run_alone_has_no_bars(report, tmp_path):

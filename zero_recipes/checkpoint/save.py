@@ -17,11 +17,9 @@ from typing import Any
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 
 from zero_recipes.core.files import write_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
-from zero_recipes.model import STARTS_IN_BASE
 
 MANIFEST, UNFINISHED = "manifest.json", "unfinished"
 STATE, HISTORY, LATEST = "trainer_state.json", "history.json", "latest"
@@ -255,35 +253,6 @@ def _compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_
     except Exception as error:  # peft looks each value up in tables of its own
         raise NotWhole(f"{folder} has an adapter that does not fit its base model: {first_line(error)}") from error
     _raise_if_any(folder, "missing", made.keys() - entries.keys())
-
-
-def start_of_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """LoRA's matrices where they begin in what was taken out of the base (PiSSA, OLoRA): {name as saved: tensor}."""
-    config = getattr(model, "peft_config", {}).get("default")
-    if not str(getattr(config, "init_lora_weights", "")).startswith(STARTS_IN_BASE):
-        return {}
-    from peft import get_peft_model_state_dict
-
-    tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items() if "lora_" in name}
-
-
-def make_lora_of_base(folder: Path, start: dict[str, torch.Tensor]) -> None:
-    """Make a saved adapter that began with `start` a LoRA of twice the rank for the base as it was: B A - B0 A0.
-
-    PEFT 0.21 does so in save_pretrained(path_initial_model_for_weight_conversion=...), but loads `start` into the live
-    model and finds it in no state dict that an engine has gathered (tuners/lora/model.py).
-    """
-    from peft import LoraConfig
-
-    config, tensors = LoraConfig.from_pretrained(str(folder)), load_file(folder / ADAPTER)
-    for name, begun in start.items():
-        dim, sign = (0, 1) if "lora_A" in name else (1, -1)
-        tensors[name] = torch.cat([tensors[name], sign * begun.to(tensors[name].dtype)], dim)
-    save_file(tensors, folder / ADAPTER, {"format": "pt"})
-    config.r, config.init_lora_weights = 2 * config.r, True
-    config.lora_alpha *= math.sqrt(2) if config.use_rslora else 2
-    config.save_pretrained(str(folder))
 
 
 def _raise_if_any(folder: Path, what: str, names: set[str]) -> None:

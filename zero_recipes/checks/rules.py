@@ -24,7 +24,7 @@ from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.process import local_world_size
 from zero_recipes.libs.huggingface import attention_kernel
-from zero_recipes.model import STARTS_IN_BASE, built_or_none
+from zero_recipes.model import built_or_none
 
 # the texts of rules that are no more than a condition, and tables of values
 options = partial(package_yaml, __package__, "options.yaml")
@@ -127,7 +127,7 @@ def silent(run: Candidate) -> dict[str, Any]:
     quantized = settings.load_in_4bit or settings.load_in_8bit
     dtype, loading = RUN_DTYPES.get(settings.precision), settings.accelerator_config
     adapter = {"peft_type": "LORA", "init_lora_weights": True} | (settings.peft_config or {})
-    start, own_groups = str(adapter["init_lora_weights"]), re.search("galore|apollo|lomo", str(settings.optim).lower())
+    own_groups = re.search("galore|apollo|lomo", str(settings.optim).lower())
     return {
         "hub_strategy": settings.push_to_hub and settings.hub_strategy not in ("every_save", "end"),
         "jit_checkpoint": settings.enable_jit_checkpoint,
@@ -139,11 +139,7 @@ def silent(run: Candidate) -> dict[str, Any]:
         "eval_packing": settings.eval_packing and settings.evaluates and not settings.joined_by,
         "adapter_alone": settings.peft_config and not settings.use_peft,
         "adapter_not_tried": adapter["peft_type"] not in ("LORA", "OFT", "MISS" if run.stage != 3 else None)
-        or re.fullmatch(r"True|gaussian|orthogonal|olora|pissa(_niter_\d+)?", start) is None,
-        "adapter_start": start.startswith(STARTS_IN_BASE)
-        and (
-            quantized or settings.use_dora or run.strategy.is_fsdp or {"rank_pattern", "alpha_pattern"} & adapter.keys()
-        ),
+        or str(adapter["init_lora_weights"]) not in ("True", "gaussian", "orthogonal"),
         "loraplus": settings.loraplus_lr_ratio is not None
         and (not settings.use_peft or adapter["peft_type"] != "LORA" or run.value("optimizer") or own_groups),
         "quantizes_nothing": quantized and run.model is not None and not has_quantizable_layers(run.model),

@@ -110,15 +110,15 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("--config_file", type=accelerate_file, help="the accelerate file of the launch, e.g. zero3.yaml")
     verb.add_argument("--num_processes", type=COUNT, help="processes, one per GPU; default: the accelerate file's")
     verb.add_argument("--gpu", help="check for this GPU instead of this machine, e.g. h100-80gb; names as in plan")
-    upgrade = "write and check RECIPE.upgraded.yaml with TRL's current keys, and a working ds_config"
+    upgrade = "write and check RECIPE.upgraded.yaml with TRL's current keys, and a ds_config without comments"
     verb.add_argument("--upgrade", action="store_true", help=upgrade)
     verb.add_argument("--data", action="store_true", help="tokenize the rows, count supervised tokens, show three rows")
     verb.add_argument("--show", action="store_true", help='print the ds_config with every "auto" filled in')
     verb.add_argument("--traceback", action="store_true", help="show where a library raised its error")
 
-    text = "convert an axolotl, LLaMA-Factory, ms-swift or torchtune file to a recipe, and list what has no counterpart"
+    text = "convert an axolotl, LLaMA-Factory or torchtune file to a recipe, and list what has no counterpart"
     verb = add(import_config.import_, text)
-    verb.add_argument("file", type=Path, help="a YAML file, or a script with a `swift sft` command")
+    verb.add_argument("file", type=Path, help="the YAML file that the other trainer reads")
     verb.add_argument("--output", type=Path, help="file for the recipe; default: FILE.recipe.yaml in this folder")
     verb.add_argument("--allow", type=names, help="comma-separated keys to leave out, although the training differs")
 
@@ -127,7 +127,6 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("--params", type=AMOUNT, help=size)
     _add_machines(verb)
     verb.add_argument("--max", action="store_true", help="find the largest micro batch and longest sequences that fit")
-    verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.txt and plan.png there")
     verb.add_argument("-v", "--verbose", action="store_true", help="also print parts, phases and caveats")
     verb.add_argument("--json", action="store_true", help="print only JSON")
 
@@ -163,29 +162,17 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb = add(verbs.report, "recommend a strategy from measured runs; write tables, plots and one HTML page")
     verb.add_argument("folder", type=Path, help="folder of a sweep or a run, e.g. output/pythia-sweep")
 
-    def of_model(func: Callable[[argparse.Namespace], int], text: str, overrides: bool) -> argparse.ArgumentParser:
-        verb = add(func, text, overrides=overrides)
+    def of_model(func: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        verb = add(func, text, overrides=True)
         verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
         verb.add_argument("--base", help="base model (folder, name or none); default: from the run or the adapter")
         verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
         return verb
 
-    text = "prompt a saved model and its base model with the same prompts and score both, or chat with them"
-    verb = of_model(verbs.ask, text, overrides=True)
-    either = verb.add_mutually_exclusive_group()
-    either.add_argument("--prompts", type=Path, help="JSON Lines, or one prompt per line; default: the recipe's")
-    either.add_argument("--chat", action="store_true", help="start a conversation; with --base also with the base")
-    verb.add_argument("--max_new_tokens", type=COUNT, help="default: the recipe's value, or 256 in a conversation")
+    verb = of_model(verbs.ask, "prompt a saved model and its base model with the same prompts and score both")
+    verb.add_argument("--prompts", type=Path, help="JSON Lines, or one prompt per line; default: the recipe's")
+    verb.add_argument("--max_new_tokens", type=COUNT, help="default: the recipe's value")
     verb.add_argument("--output_dir", type=Path, help="folder for samples.jsonl; default: output/ask-<model>")
-
-    verb = of_model(verbs.evaluate, "score a saved model and its base model on lm-eval tasks", overrides=False)
-    verb.add_argument("--tasks", type=names, required=True, help="comma-separated task names, e.g. hellaswag,arc_easy")
-    verb.add_argument("--include_path", type=Path, help="folder with your own tasks (lm-eval YAML files)")
-    verb.add_argument("--limit", type=COUNT, help="rows per task; default: all")
-    verb.add_argument("--num_fewshot", type=int, help="examples in the prompt; default: the task's")
-    verb.add_argument("--batch_size", type=COUNT, default=8, help="default: %(default)s")
-    verb.add_argument("--apply_chat_template", action="store_true", help="use the model's chat template")
-    verb.add_argument("--output_dir", type=Path, help="for evaluations.json; default: the model's folder")
 
     verb = add(verbs.verify, "check that a saved model, adapter or checkpoint is complete")
     verb.add_argument("folder", type=Path, help="e.g. output/pythia, or output/pythia/checkpoint-500")
@@ -194,7 +181,7 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
     text = "export a run's model, with LoRA merged, as safetensors, GGUF and an Ollama Modelfile"
-    verb = of_model(verbs.export, text, overrides=True)
+    verb = of_model(verbs.export, text)
     verb.add_argument("--gguf", nargs="+", default=[], choices=verbs.GGUF, help="file types for llama.cpp and Ollama")
     verb.add_argument("--llama_cpp", type=Path, help="llama.cpp folder; default: download the pinned source")
     verb.add_argument("--output_dir", type=Path, help="default: <model>-export")

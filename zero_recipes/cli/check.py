@@ -21,7 +21,7 @@ def check(arguments: argparse.Namespace) -> int:
 
     quieten()
     if arguments.upgrade:
-        from zero_recipes.cli.upgrade import write_runnable_ds_config, write_upgraded
+        from zero_recipes.cli.upgrade import write_strict_ds_config, write_upgraded
 
         arguments.recipe = write_upgraded(arguments.recipe)
     mapping = recipes.read_recipe_file(arguments.recipe)
@@ -29,8 +29,8 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.upgrade:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--deepspeed", default=mapping.get("deepspeed"))
-        runnable = write_runnable_ds_config(parser.parse_known_args(overrides)[0].deepspeed)
-        overrides += ["--deepspeed", str(runnable)] if runnable else []
+        strict = write_strict_ds_config(parser.parse_known_args(overrides)[0].deepspeed)
+        overrides += ["--deepspeed", str(strict)] if strict else []
     recipe, keys = str(arguments.recipe), list(overrides)
     is_named = any(word.lstrip("-").replace("-", "_").startswith(trusts) for word in overrides)
     overrides += [] if is_named else [f"--{trusts}", "false"]  # a look at a stranger's recipe runs no code of its model

@@ -6,7 +6,6 @@ LoRA is merged. GGUF is written by llama.cpp's own converter, and each file is r
 import argparse
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,14 +21,14 @@ from huggingface_hub import constants
 
 from zero_recipes import ask
 from zero_recipes.checkpoint.save import compare_with_class, write_checksums
-from zero_recipes.core.findings import RunFailed, refusal
+from zero_recipes.core.findings import RunFailed, library_error_as_finding, refusal
+from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import read_samples
 from zero_recipes.model import load_config
 from zero_recipes.training.card import write_card
 
 SOURCE = "llama_cpp_python-0.3.36"  # whose vendor/llama.cpp has the converter
-LORA, BY_QUANTIZER = "lora", "q4_k_m"  # the other kinds the converter writes itself
 BOUNDS = {torch.float32: 1e-4}  # of merging: the largest difference of logits as a share of the largest logit
 BOUND_OF_16_BITS = 0.05
 TOKENS, PROMPTS, PLACES = 32, 8, 4096  # of a comparison
@@ -49,12 +48,12 @@ def export(arguments: argparse.Namespace) -> int:
     if out.exists() and any(out.iterdir()):
         raise refusal("ZR902", out=out)
     tokenizer = ask.load_tokenizer(target)
-    for missing, fix in _missing(arguments.llama_cpp, kinds, target) if kinds else ():
+    for missing, fix in _missing(arguments.llama_cpp, target) if kinds else ():
         raise refusal("ZR903", missing=missing, fix=fix)
     llama_cpp = _source(arguments.llama_cpp) if kinds else None
-    question = [{"role": "user", "content": "Tell me a short story."}]  # where the run has no sample prompts
     prompts = [row.prompt for row in read_samples(target.folder / ask.SAMPLES)[:PROMPTS]]
-    prompts = prompts or [ask.write_turns(tokenizer, target.settings.dataset_format, question)]
+    if not prompts:
+        prompts = [prompt_of(tokenizer, target.settings.dataset_format, "Tell me a short story.")]
     model = _merged(ask.load(target, tokenizer, "cpu").model, target, tokenizer, prompts[0])
     ends = _agree_on_the_end(model, tokenizer, target)
     model.save_pretrained(out)
@@ -65,17 +64,25 @@ def export(arguments: argparse.Namespace) -> int:
         write_card(target.folder, out)
     print(f"written: {out}, {str(model.dtype).removeprefix('torch.')}", flush=True)
     del model
-    files = {kind: _convert(llama_cpp, kind, out, target) for kind in kinds}
-    whole = [file for kind, file in files.items() if kind != LORA]
-    (out / "Modelfile").write_text(modelfile(tokenizer, whole[-1].name if whole else "", ends))
+    files = [_convert(llama_cpp, kind, out) for kind in kinds]
+    (out / "Modelfile").write_text(modelfile(tokenizer, files[-1].name if files else "", ends))
     answers = answers_of(out, tokenizer, prompts) if files else {}
-    fine = [_compare(file, answers, tokenizer.bos_token) for file in whole]
-    if LORA in files:
-        fine.append(_compare_adapter(files[LORA], llama_cpp, target, tokenizer, answers))
+    fine = [_compare(file, answers, tokenizer.bos_token) for file in files]
     more = f"zero-recipes export {target.folder} --gguf q8_0 --output_dir {out}-gguf  # for Ollama and llama.cpp"
-    ollama = f"ollama create {out.name} -f {out / 'Modelfile'}" if whole else more
+    ollama = f"ollama create {out.name} -f {out / 'Modelfile'}" if files else more
     print("", ollama, f"vllm serve {out}", sep="\n")
     return 0 if all(fine) else 1
+
+
+def prompt_of(tokenizer: Any, dataset_format: str | None, question: str) -> str:
+    """A question as the run's rows have it: in Alpaca's prompt, by the chat template. Raises Refusal."""
+    if dataset_format in ("alpaca", "alpaca_chat"):
+        question = alpaca_prompt(question)
+    if not tokenizer.chat_template or dataset_format == "alpaca":
+        return question
+    turns = [{"role": "user", "content": question}]
+    with library_error_as_finding("writing a question with the model's chat template"):
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
 def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:
@@ -127,22 +134,14 @@ def _source(folder: Path | None) -> Path:
     return folder or cache / SOURCE / "vendor" / "llama.cpp"
 
 
-def _quantizer(llama_cpp: Path) -> str | None:
-    return shutil.which("llama-quantize", path=f"{os.environ.get('PATH', '')}:{llama_cpp / 'build' / 'bin'}")
-
-
-def _missing(folder: Path | None, kinds: list[str], target: ask.Target) -> Iterator[tuple[str, str]]:
+def _missing(folder: Path | None, target: ask.Target) -> Iterator[tuple[str, str]]:
     """(what is missing for the files, how to fix it); first what needs no download."""
     for name in ("xllamacpp", "sentencepiece"):
         if importlib.util.find_spec(name) is None:
             yield f"the package {name}", "pip install 'zero-recipes[gguf]'"
-    if LORA in kinds and not target.is_adapter:
-        yield f"an adapter (for {LORA})", "Leave it out: the model has no LoRA."
     llama_cpp = _source(folder)
     if not (llama_cpp / "convert_hf_to_gguf.py").is_file():
         yield f"{llama_cpp}/convert_hf_to_gguf.py", "Set --llama_cpp to a llama.cpp folder."
-    if BY_QUANTIZER in kinds and _quantizer(llama_cpp) is None:
-        yield f"llama-quantize (for {BY_QUANTIZER})", "Install llama.cpp, and add it to the PATH."
     place = target.base if target.is_adapter else str(target.folder)
     config = load_config(target.settings.replace(model_name_or_path=place))
     name = (config.architectures or ["a model without a name"])[0]
@@ -161,18 +160,10 @@ def _run(llama_cpp: Path, script: str, *arguments: Any) -> str:
     return done.stdout + done.stderr
 
 
-def _convert(llama_cpp: Path, kind: str, out: Path, target: ask.Target) -> Path:
-    """The model in `out` as GGUF beside it; of the kind lora the adapter alone."""
+def _convert(llama_cpp: Path, kind: str, out: Path) -> Path:
+    """The model in `out` as GGUF beside it."""
     file = out / f"{out.name}-{kind}.gguf"
-    if kind == LORA:
-        _run(llama_cpp, "convert_lora_to_gguf.py", target.folder, "--base", out, "--outfile", file, "--outtype", "f16")
-    elif kind != BY_QUANTIZER:
-        _run(llama_cpp, "convert_hf_to_gguf.py", out, "--outfile", file, "--outtype", kind)
-    else:
-        with tempfile.TemporaryDirectory(dir=out) as folder:
-            wide = Path(folder) / "wide.gguf"
-            _run(llama_cpp, "convert_hf_to_gguf.py", out, "--outfile", wide, "--outtype", "f16")
-            subprocess.run([_quantizer(llama_cpp), wide, file, kind.upper()], check=True, capture_output=True)
+    _run(llama_cpp, "convert_hf_to_gguf.py", out, "--outfile", file, "--outtype", kind)
     print(f"written: {file}, {file.stat().st_size:,} bytes", flush=True)
     return file
 
@@ -188,16 +179,12 @@ def answers_of(out: Path, tokenizer: Any, prompts: list[str]) -> dict[str, list[
     return found
 
 
-def served_tokens(file: Path, prompts: Iterable[str], start: str | None, adapter: Path | None) -> list[list[int]]:
+def served_tokens(file: Path, prompts: Iterable[str], start: str | None) -> list[list[int]]:
     """The tokens that llama.cpp answers each prompt with, greedily."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
     parameters.model.path, parameters.n_ctx, parameters.n_gpu_layers, parameters.verbosity = str(file), PLACES, 0, 0
-    if adapter is not None:
-        lora = xllamacpp.CommonAdapterLoraInfo()
-        lora.path, lora.scale = str(adapter), 1.0
-        parameters.lora_adapters = [lora]
     server, found = xllamacpp.Server(parameters), []
     for prompt in prompts:
         question = {"prompt": prompt.removeprefix(start or ""), "n_predict": TOKENS, "temperature": 0, "n_probs": 1}
@@ -206,27 +193,17 @@ def served_tokens(file: Path, prompts: Iterable[str], start: str | None, adapter
     return found
 
 
-def _compare_adapter(file: Path, llama_cpp: Path, target: ask.Target, tokenizer: Any, expected: dict) -> bool:
-    """The adapter's file on a file of its base, against the merged model."""
-    with tempfile.TemporaryDirectory() as folder:
-        ask.load(target, tokenizer, "cpu", of_base=True).model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        base = Path(folder) / "base-f16.gguf"
-        _run(llama_cpp, "convert_hf_to_gguf.py", folder, "--outfile", base, "--outtype", "f16")
-        return _compare(base, expected, tokenizer.bos_token, file)
-
-
-def _compare(file: Path, expected: dict[str, list[int]], start: str | None, adapter: Path | None = None) -> bool:
+def _compare(file: Path, expected: dict[str, list[int]], start: str | None) -> bool:
     """Run the file on the same prompts, and say how far its answers are transformers'. False for another model's."""
     equal, same = 0, 0
-    answers = served_tokens(file, expected, start, adapter)
+    answers = served_tokens(file, expected, start)
     for tokens, wanted in zip(answers, expected.values(), strict=True):
         pairs = zip(tokens, wanted, strict=False)
         alike = next((n for n, (own, other) in enumerate(pairs) if own != other), min(len(tokens), len(wanted)))
         equal, same = equal + (tokens == wanted), same + alike
     share = same / sum(map(len, expected.values()))
     result = f"{equal} of {len(expected)} greedy answers match transformers, and {share:.0%} of the tokens"
-    print(f"{(adapter or file).name}: {result} up to the first difference", flush=True)
+    print(f"{file.name}: {result} up to the first difference", flush=True)
     return share >= LEAST_SAME or not file.name.endswith("f16.gguf")
 
 

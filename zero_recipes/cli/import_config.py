@@ -7,12 +7,9 @@ say is code here.
 import argparse
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import reduce
 from importlib import resources
-from operator import floordiv
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ import yaml
 
 from zero_recipes.config.keys import FORMATS
 from zero_recipes.core.files import package_yaml, write_text
-from zero_recipes.core.findings import finding, raise_errors, refusal
+from zero_recipes.core.findings import finding, library_error_as_finding, raise_errors, refusal
 
 FIRST = {"model_name_or_path": 0, "datasets": 1}  # of a recipe's keys
 
@@ -85,7 +82,7 @@ def translated(path: Path, recipe: Path) -> Draft:
     theirs = _flat(theirs, table(source).get("nested", ()))
     draft, rows = Draft(path, recipe, source, theirs), table(source)["keys"]
     draft.put(f"always in {source}", **table(source)["always"])
-    {"axolotl": _axolotl, "LLaMA-Factory": _factory, "ms-swift": _swift, "torchtune": _torchtune}[source](draft, theirs)
+    {"axolotl": _axolotl, "LLaMA-Factory": _factory, "torchtune": _torchtune}[source](draft, theirs)
     for key in [*(key for key in rows if "*" not in key), *sorted(theirs.keys() - rows)]:
         row = rows.get(key) or next((rows[name] for name in rows if fnmatchcase(key, name)), None)
         _translate(draft, key, {"to": row} if isinstance(row, str) else row)
@@ -101,56 +98,13 @@ def translated(path: Path, recipe: Path) -> Draft:
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
-    if (command := _swift_command(text)) is not None:
-        words = shlex.split(command)
-        options, file = _options(words), words[0].endswith((".yaml", ".json")) and _upwards(path, words[0])
-        options = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}) | options
-        return "ms-swift", _exported(options, text) if "cached_dataset" in options else options
-    theirs = yaml.safe_load(text)
+    with library_error_as_finding(f"reading {path}"):
+        theirs = yaml.safe_load(text)
     for source in ("axolotl", "LLaMA-Factory", "torchtune"):
         if isinstance(theirs, dict) and not theirs.keys().isdisjoint(table(source)["signs"]):
             filled = re.sub(r"\$\{(\w+)\}", lambda name: str(theirs.get(name[1], name[0])), text)
             return source, yaml.safe_load(filled)
     raise refusal("ZR893", path=path)
-
-
-def _swift_command(script: str, verb: str = "sft") -> str | None:
-    """The words after `swift VERB`, with the script's variables, and divisions by expr; None where there are none."""
-    values = dict(re.findall(r"^(\w+)=(\S+)$", script, re.MULTILINE))
-    script = re.sub(r"\$\{?(\w+)\}?", lambda name: values.get(name[1], name[0]), script)
-    if (found := re.search(rf"^[^#\n]*\bswift {verb}\s((?:.*\\\n)*.*)", script, re.MULTILINE)) is None:
-        return None
-    command = re.sub(r"(^|\s)#.*", r"\1", found[1])  # shlex takes the # of data#500 for a comment, too
-    each, nodes = (re.search(rf"\b{name}=(\d+)", script) for name in ("NPROC_PER_NODE", "NNODES"))
-    command += f" --nproc_per_node {int(each[1]) * int(nodes[1] if nodes else 1)}" if each else ""
-    divided = lambda terms: str(reduce(floordiv, map(int, terms[1].split("/"))))  # noqa: E731
-    return re.sub(r"\$\(expr (\d+(?: / \d+)*)\)", divided, command).replace("\\\n", " ")
-
-
-def _options(words: list[str]) -> dict[str, Any]:
-    """Lists of values where an option takes several, else the value."""
-    options: dict[str, list[str]] = {}
-    for word in words:
-        if word.startswith("--"):
-            key, _, value = word[2:].partition("=")
-            options[key] = [value] if value else []
-        elif options:
-            options[key].append(word)
-    several = table("ms-swift")["several"]
-    return {key: words if key in several else yaml.safe_load(" ".join(words)) for key, words in options.items()}
-
-
-def _exported(options: dict[str, Any], script: str) -> dict[str, Any]:
-    """The options with the data of a `swift export --to_cached_dataset` of the script, which keeps rows as they are and
-    adds their lengths (swift/pipelines/export/cached_dataset.py)."""
-    made = _options(shlex.split(_swift_command(script, "export") or ""))
-    folder, known = made.get("output_dir"), table("ms-swift")["exported"]
-    cached = {"cached_dataset": f"{folder}/train", "cached_val_dataset": f"{folder}/val"}
-    same = cached | {"model": made.get("model")}
-    if made.keys() - known or any(options.get(key) != value for key, value in same.items()):
-        return options
-    data = {key: made[key] for key in ("dataset", "split_dataset_ratio") if key in made}
-    return {key: value for key, value in options.items() if key not in cached} | data
 
 
 def _flat(theirs: Mapping[str, Any], nested: Sequence[str]) -> dict[str, Any]:
@@ -191,12 +145,11 @@ def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
 # what several of them have
 
 
-def _template(draft: Draft, name: str | None, mask: str, content: str = "m['content']", **more: Any) -> None:
-    """Turns as the other trainer's template of this name writes them, with `more` parts, or as the tokenizer's own.
-    `content`: Jinja for the text of a message."""
+def _template(draft: Draft, name: str | None, mask: str, **more: Any) -> None:
+    """Turns as the other trainer's template of this name writes them, with `more` parts, or as the tokenizer's own."""
     parts, file = table("templates")[draft.source].get(name, {}) | more, draft.at.with_suffix(".jinja")
-    body = parts.get("body", "messages" if mask == "template" else "body")
-    draft.put(f"loss, {draft.source}", assistant_only_loss=True, assistant_mask={"answers": "template"}.get(body, mask))
+    body = "messages" if mask == "template" else "body"
+    draft.put(f"loss, {draft.source}", assistant_only_loss=True, assistant_mask=mask)
     if name in (None, "tokenizer_default"):
         return
     if "trl" in parts:
@@ -204,7 +157,7 @@ def _template(draft: Draft, name: str | None, mask: str, content: str = "m['cont
     elif parts.keys() - more:
         known = table("templates")["parts"] | parts | {"strict": mask == "turn"}
         sets = "".join(f"{{%- set {key} = {json.dumps(value)} %}}\n" for key, value in known.items())
-        draft.files[file] = sets + table("templates")[body].replace("m['content']", f"({content})")
+        draft.files[file] = sets + table("templates")[body]
     else:
         draft.changes["template"] = f"the template {name!r} is not supported"
     draft.loses |= {"template": parts["loses"]} if "loses" in parts else {}
@@ -218,8 +171,6 @@ def _sharding(draft: Draft) -> None:
     if found:
         draft.files[draft.at.with_name(found.name)] = found.read_text(encoding="utf-8")
         draft.put("deepspeed", deepspeed=str(draft.at.with_name(found.name)))
-    elif named and "." not in named:  # ms-swift's own, which have the names of those here
-        draft.put("deepspeed", deepspeed=f"{named}.json")
     elif named:
         draft.loses["deepspeed"] = f"{named} was not found; zero-recipes plan recommends a strategy"
     elif any(value for key, value in draft.theirs.items() if key.partition(".")[0] in ("fsdp", "fsdp_config")):
@@ -304,45 +255,6 @@ def _factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
         entries.append(_entry(path, columns=columns, split=split, name=row.get("subset")))
     draft.put("dataset, by dataset_info.json", datasets=entries)
     draft.note["cutoff_len"] = "longer rows are truncated at the end; there, prompt and answer in proportion"
-    _sharding(draft)
-
-
-def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
-    rows, model, entries = table("ms-swift"), str(theirs.get("model")), []
-    theirs["model"] = rows["names"].get(model, model)
-    if "nproc_per_node" in theirs:
-        theirs["nproc_per_node"] //= theirs.get("sequence_parallel_size", 1)
-    name = next((name for models, name in rows["models"].items() if fnmatchcase(model, models)), "of this model")
-    template, content, replaced, sets = theirs.get("template", name), "m['content']", {}, theirs.get("dataset") or []
-    parts = table("templates")["ms-swift"].get(template, {})
-    sets = [sets] if isinstance(sets, str) else sets
-    for path, _, count in (named.partition("#") for named in sets):
-        known = rows["hub"].get(path, {"path": path})
-        if path not in rows["hub"] and Path(path).suffix not in FORMATS:
-            draft.changes["dataset"] = f"{path} is a ModelScope name, which the Hub may not have"
-        if ("content" in known and len(sets) > 1) or known.get("think", parts.get("think")) != parts.get("think"):
-            draft.changes["dataset"] = f"swift rewrites the rows of {path} only"
-        if known.get("download"):
-            draft.note[path] = f"first modelscope download --dataset {path} --local_dir {Path(known['path']).parent}"
-        content, replaced = known.get("content", content), replaced | known.get("replace", {})
-        size = None if theirs.get("streaming") else known.get("rows")
-        whole, rest = divmod(int(count), size or int(count) + 1) if count else (1, 0)
-        entries += [_entry(known["path"]) for _ in range(whole)]
-        if rest:
-            again = "" if size else ", and repeats a smaller data set"
-            draft.loses["dataset"] = f"the first {rest} rows; swift draws {rest} at random{again}"
-            entries.append(_entry(known["path"], split=f"train[:{rest}]"))
-    replaced = {old: theirs.get(new) if new in rows["keys"] else new for old, new in replaced.items()}
-    for old in (old for old, new in replaced.items() if not isinstance(new, str)):
-        draft.changes["dataset"] = f"swift replaces {old} in the rows by names that depend on their language"
-    if theirs.get("loss_scale") == "all" and parts.get("think"):
-        draft.changes["loss_scale"] = "all but empty thoughts have loss"
-    silent = {"body": "answers", "empty_thoughts": False} if theirs.get("loss_scale") == "ignore_empty_think" else {}
-    more = silent | {key: theirs[key] for key in theirs if key == "system"}
-    filters = "".join(f" | replace({json.dumps(old)}, {json.dumps(new)})" for old, new in replaced.items())
-    draft.note |= {"dataset": f"the chat template writes {replaced}"} if replaced else {}
-    _template(draft, template, "turn", f"({content}){filters}", **more)
-    draft.put("dataset", datasets=entries)
     _sharding(draft)
 
 

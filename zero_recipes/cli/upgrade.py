@@ -1,9 +1,7 @@
-"""`check --upgrade`: an old recipe in today's keys, by the tables of config/keys.yaml; a pasted ds_config that runs."""
+"""`check --upgrade`: an old recipe in today's keys, by the tables of config/keys.yaml; a ds_config without comments."""
 
-import copy
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,15 +9,8 @@ from typing import Any
 import hjson
 import yaml
 
-from zero_recipes.checks.deepspeed_rules import ADAMS, top_level_keys, zero_keys
-from zero_recipes.checks.rules import options
 from zero_recipes.config import keys, recipe
-from zero_recipes.config.ds_config import OFFLOADS
 from zero_recipes.core.findings import library_error_as_finding, refusal
-
-# what the recipe decides: another value in the ds_config is refused by transformers or counts in silence
-RECIPES_OWN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-DIGITS = re.compile(r"(:\s*)(\d[\d_]*\d)(?=\s*[,}\n#/])")  # 500_000_000, as Python writes it
 
 
 def write_upgraded(old: Path) -> Path:
@@ -30,61 +21,22 @@ def write_upgraded(old: Path) -> Path:
     return _written(old.with_suffix(".upgraded.yaml"), text, changes)
 
 
-def write_runnable_ds_config(named: Any) -> Path | None:
-    """A pasted ds_config as one that runs under a recipe, beside it; None where there is no such file, or nothing to
-    change in it. One line is printed for each change. Raises Refusal."""
+def write_strict_ds_config(named: Any) -> Path | None:
+    """A ds_config with comments or commas at the end as strict JSON, beside it; None where it is that already, or no
+    such file. DeepSpeed reads all of these itself, by hjson; transformers and accelerate do not. Raises Refusal."""
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
     old = Path(str(named))
-    if not old.is_file() or old.suffix not in (".json", ".json5", ".hjson"):
+    if not old.is_file():
         return None
     text = old.read_text()
-    with library_error_as_finding(f"reading {old}"):  # DeepSpeed itself reads with hjson: comments, commas at the end
-        pasted = hjson.loads(DIGITS.sub(lambda found: found[1] + found[2].replace("_", ""), text))
-        pasted = json.loads(json.dumps(pasted))
-        config = runnable_ds_config(pasted)
-    changes = [*_changes(pasted, config)]
-    written = json.dumps(config, indent=2) + "\n"
     with suppress(ValueError):
-        if not changes and json.loads(text):
-            return None
-    return _written(old.with_suffix(".upgraded.json"), written, changes, "; set deepspeed: to it in the recipe")
-
-
-def runnable_ds_config(pasted: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration in which the recipe decides batch sizes, clipping, precision, optimizer and schedule ("auto"),
-    ZeRO's keys are in their block, and what DeepSpeed does not read is gone."""
-    config = copy.deepcopy(dict(pasted))
-    zero = config.setdefault("zero_optimization", {})
-    zero |= {key: config.pop(key) for key in zero_keys() - top_level_keys() if key in config}
-    if "stage" not in zero:
-        zero["stage"] = 3 if any(key.startswith("stage3_") for key in zero) else 2 if zero else 0
-    if zero["stage"] == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
-    offloads = {key: zero[key] for key in OFFLOADS if zero.get(key)}
-    if offloads.get("offload_param", {}).get("device") == "nvme":
-        zero["stage3_prefetch_bucket_size"] = 0  # DeepSpeed's prefetcher does not know parameters on NVMe
-    for block in offloads.values():
-        if block.get("device") == "nvme" and not Path(block.get("nvme_path", "auto")).is_dir():
-            block["nvme_path"] = "auto"
-    config |= dict.fromkeys(RECIPES_OWN, "auto")
-    config |= {name: {**config.get(name, {}), "enabled": "auto"} for name in ("bf16", "fp16")}
-    if str(config.get("optimizer", {}).get("type")).lower() in ADAMS:
-        config.pop("optimizer")
-    config.pop("scheduler", None)
-    for key in options()["without_effect"]:
-        block, _, name = key.rpartition(".")
-        (config.get(block, {}) if block else config).pop(name, None)
-    return {key: value for key, value in config.items() if key in top_level_keys()}
-
-
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    for key in [*old, *(key for key in new if key not in old)]:
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from _changes(before, after, f"{place}{key}.")
-        elif key not in new:
-            yield f"{place}{key}: removed, it was {json.dumps(before)}"
-        elif before != after:
-            yield f"{place}{key}: {json.dumps(after)}" + (f", it was {json.dumps(before)}" if key in old else "")
+        json.loads(text)
+        return None
+    with library_error_as_finding(f"reading {old}"):
+        config = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    new = old.with_suffix(".upgraded.json")
+    return _written(new, json.dumps(config, indent=2) + "\n", [], "; set deepspeed: to it in the recipe")
 
 
 def upgrade(path: Path) -> tuple[str, list[str]]:

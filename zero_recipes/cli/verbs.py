@@ -17,7 +17,7 @@ from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
 
 IMPORTING = "importing the libraries"
-GGUF = ("f16", "bf16", "q8_0", "q4_k_m", "lora")  # the last is the adapter alone
+GGUF = ("f16", "bf16", "q8_0")
 
 
 def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
@@ -33,7 +33,7 @@ def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
     return verb
 
 
-tune, evaluate, export, rent = map(_elsewhere, ("tune", "evaluate", "export", "rent"))
+tune, export, rent = map(_elsewhere, ("tune", "export", "rent"))
 
 
 def fetch(arguments: argparse.Namespace) -> int:

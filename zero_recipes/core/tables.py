@@ -1,4 +1,4 @@
-"""Rows under columns, for the terminal (rich) and for markdown: every table that this project prints."""
+"""Rows under columns, for the terminal (rich): every table that this project prints."""
 
 import threading
 import time
@@ -93,14 +93,3 @@ def print_texts(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
     for row in rows:
         table.add_row(*map(plain, row))
     console.print(table)
-
-
-def markdown_columns(named: list[Column], others: list[Column], rows: Sequence[Row]) -> str:
-    """Any rows under any columns; all but the `named` ones are aligned to the right."""
-    columns = named + others
-    lines = [
-        [column.header.replace("\n", " ") for column in columns],
-        ["---"] * len(named) + ["---:"] * len(others),
-        *([column.cell(row).replace("|", "\\|") for column in columns] for row in rows),
-    ]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

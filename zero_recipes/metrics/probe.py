@@ -233,13 +233,19 @@ def summarise(
         tokens_per_second=schema.Tokens(**rates) if timed else None,
         step_seconds=schema.StepSeconds(
             median=statistics.median(timed) if timed else None,
-            p90=sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))] if timed else None,
+            p90=percentile_90(timed),
             warmup_steps_excluded=warmup,
         ),
         **used,
         loss_history=None if None in losses else [sum(step) / len(ranks) for step in zip(*losses, strict=True)],
         **more,
     )
+
+
+def percentile_90(seconds: Sequence[float]) -> float | None:
+    if len(seconds) < 2:
+        return max(seconds, default=None)
+    return statistics.quantiles(seconds, n=10, method="inclusive")[-1]
 
 
 def continued(earlier: schema.Measurements, now: schema.Measurements) -> schema.Measurements:

@@ -1,6 +1,5 @@
 """Folders of runs: every metrics.json with the samples.jsonl beside it, and what sweep.json says of them."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -8,12 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from zero_recipes.core import units
 from zero_recipes.core.files import write_text
-from zero_recipes.core.tables import Column
 from zero_recipes.metrics import schema
 
-SWEEP_FILE, EVALUATIONS = "sweep.json", "evaluations.json"
+SWEEP_FILE = "sweep.json"
 
 
 class SampleRow(schema.Part):
@@ -53,39 +50,11 @@ def short(text: str | None, most: int = 220) -> str:
     return "" if text is None else text if len(text) <= most else "... " + text[-most:]
 
 
-class TaskScore(schema.Part):
-    """One metric of one task of lm-eval in evaluations.json."""
-
-    task: str
-    metric: str  # with the filter, where the task has one: exact_match,strict-match
-    rows: int | None = None  # that were evaluated
-    shots: int | None = None  # examples in the prompt
-    before: float | None = None  # the base; None where there is none
-    before_stderr: float | None = None  # lm-eval's standard error
-    after: float  # the model
-    after_stderr: float | None = None
-
-
-def _with_error(value: float | None, stderr: float | None) -> str:
-    return units.fixed(value, 4) + ("" if stderr is None else f" ± {stderr:.4f}")
-
-
-EVALUATED = [
-    Column("Task", lambda row: row.task),
-    Column("Metric", lambda row: row.metric),
-    Column("Rows", lambda row: "" if row.rows is None else f"{row.rows:,}"),
-    Column("Shots", lambda row: "" if row.shots is None else str(row.shots)),
-    Column("Before", lambda row: _with_error(row.before, row.before_stderr)),
-    Column("After", lambda row: _with_error(row.after, row.after_stderr)),
-]
-
-
 class MeasuredRun(schema.Metrics):
     """One metrics.json together with its folder and its samples."""
 
     folder: Path = Path()
     samples: list[SampleRow] = Field([])
-    evaluations: list[TaskScore] = Field([])
     swept: dict[str, Any] | None = None  # what a sweep set in it, by key; None unless a sweep.json says so
 
     @property
@@ -135,8 +104,7 @@ def read_runs(folder: Path) -> list[MeasuredRun]:
     runs = []
     for file in (file for file in (folder / schema.FILE, *below) if file.exists()):
         samples = read_samples(file.with_name("samples.jsonl"))
-        evaluations = read_evaluations(file.with_name(EVALUATIONS))
-        found = {"folder": file.parent, "samples": samples, "evaluations": evaluations, "swept": swept.get(file.parent)}
+        found = {"folder": file.parent, "samples": samples, "swept": swept.get(file.parent)}
         runs.append(schema.read_part(MeasuredRun, file).model_copy(update=found))
     if not runs:
         raise schema.ContractError(f"no {schema.FILE} in {folder} or one level below it")
@@ -153,12 +121,6 @@ def read_samples(file: Path) -> list[SampleRow]:
     """One SampleRow per line; an absent file means that no prompts were sampled."""
     lines = file.read_bytes().splitlines() if file.exists() else []
     return [schema.parse_part(SampleRow, line, f"{file} line {number}") for number, line in enumerate(lines, start=1)]
-
-
-def read_evaluations(file: Path) -> list[TaskScore]:
-    """What `zero-recipes evaluate` wrote; an absent file is an empty one."""
-    rows = json.loads(file.read_text()) if file.exists() else []
-    return [schema.parse_part(TaskScore, json.dumps(row), f"{file} row {number}") for number, row in enumerate(rows)]
 
 
 def read_sweep_file(folder: Path) -> SweepFile:

@@ -38,8 +38,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if not arguments.quick:
         with _shown_meanwhile(answer, arguments.json):
             answer = simulated(answer, arguments, predict)
-    if arguments.output_dir:
-        output.write_answer(answer, arguments.output_dir)
     if arguments.json:
         print(json.dumps(output.document(answer), indent=2))
     else:

@@ -1,16 +1,14 @@
-"""The plan as it is written: what to do and one table, the rest behind --verbose; JSON; a folder with a picture."""
+"""The plan as it is written: what to do and one table, the rest behind --verbose; JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
-from zero_recipes.core.files import write_json
 from zero_recipes.core.tables import Column, print_columns
 from zero_recipes.core.units import count, duration, money, percent, significant, size
 from zero_recipes.plan.choose import Change, Recommendation, Row, fewest_gpus
@@ -20,7 +18,6 @@ from zero_recipes.plan.predict import BY_FORMULAS
 from zero_recipes.theory.zero_paper import paper_volume
 
 SCHEMA = 2
-WIDTH = 240  # characters of a line in plan.txt
 PARTS = {"params": "Params", "grads": "Grads", "optimizer": "Optimizer", "activations": "Activa-\ntions"}
 PARTS |= {"buckets": "Buckets,\ngathered", "loss_head": "Loss\nhead", "other": "Other"}
 SOURCES = {"engine": "the simulated engine", "formulas": "formulas"}
@@ -142,12 +139,6 @@ def notes(answer: Answer) -> list[str]:
     found += [f"Not planned: {name}: {why}." for name, why in excluded.items()]
     found += dict.fromkeys(note for row in rows for note in row.prediction.notes)
     for row in rows:
-        if row.job.zero_stage == 3 and row.job.world_size > 1 and not (row.job.recomputes or row.job.keeps_gathered):
-            found.append(
-                f"{row.job.strategy}: before 0.19.4 DeepSpeed keeps up to {size(2 * row.prediction.parameters)} of "
-                "gathered weights until backward, unless zero.Init built the model (DeepSpeed#8189). Plan that with "
-                "memory_efficient_linear: false in zero_optimization."
-            )
         if row.change:
             words = f"{change_in_words(row.change)} ({size(row.change.fit.margin)} left)"
             found.append(f"{row.job.strategy}: the cheapest change that fits: {words}.")
@@ -297,22 +288,3 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
         lines = [basis, *notes(answer)]
     for line in lines:
         console.print(Text(line, style="dim"))
-
-
-def write_answer(answer: Answer, folder: Path) -> None:
-    """plan.json, plan.txt and plan.png."""
-    from zero_recipes.report import plots
-
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "plan.json", document(answer))
-    with (folder / "plan.txt").open("w") as file:
-        print_answer(answer, Console(file=file, width=WIDTH), verbose=True)
-    plans = [(row.job.strategy, row.prediction) for row in answer.advice.rows]
-    bars = [plots.Bar(name, plan.at_peak, reserved=plan.reserved_bytes) for name, plan in plans]
-    plots.draw_memory(
-        bars,
-        "Planned memory",
-        f"{_model(answer)}, {_machine(answer.advice)}",
-        folder / "plan.png",
-        answer.request.gpu.memory_bytes,
-    )

@@ -13,9 +13,6 @@ from zero_recipes.core.findings import library_error_as_finding
 from zero_recipes.metrics.flops import ModelFlops, active_experts, model_flops
 from zero_recipes.plan.cache import cached
 
-LLAMA_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-LLAMA_KEYS = {*LLAMA_SIZES, "model_type", "num_attention_heads", "max_position_embeddings"}  # of `plan --params`
-LORA_ELSEWHERE = ("lora_target_modules", "lora_modules_to_save", "lora_target_parameters", "use_dora", "peft_config")
 LORA_KEYS = ("use_peft", "use_rslora", "use_dora", "peft_config")  # beside lora_*
 
 
@@ -51,11 +48,7 @@ class Shape:
 @lru_cache(maxsize=64)
 def _shape(config_json: str, lora_json: str) -> Shape:
     """From disk where possible, because building a model imports torch, transformers and PEFT."""
-    raw, lora = json.loads(config_json), json.loads(lora_json)
-    if raw.keys() == LLAMA_KEYS and not any(lora[key] for key in LORA_ELSEWHERE):
-        found = of_llama(raw, lora["lora_r"] if lora["use_peft"] else 0)
-    else:
-        found = cached(lambda: of_model(raw, lora), config_json, lora_json)
+    found = cached(lambda: of_model(json.loads(config_json), json.loads(lora_json)), config_json, lora_json)
     weights, trained, attention = found["flops"]
     tensors = [capacity.SwapTensor(*tensor) for tensor in found["tensors"]]
     return Shape(**found | {"tensors": tensors, "flops": ModelFlops(weights, trained, dict(attention))})
@@ -99,21 +92,3 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
     flops = model_flops(model)
     found.flops = flops.weights, flops.trained, [*flops.attention.items()]  # JSON has no key that is None
     return vars(found)
-
-
-def of_llama(config: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """`of_model` of a Llama with as many keys as heads. `rank`: of LoRA on queries and values; 0 without."""
-    width, ffn, layers, words = (config[key] for key in LLAMA_SIZES)
-    square, wide, norm, embedding = (
-        capacity.SwapTensor(size, size > width, not rank) for size in (width**2, width * ffn, width, words * width)
-    )
-    layer = [*4 * [square], *3 * [wide], *2 * [norm]]
-    layer += 4 * [capacity.SwapTensor(rank * width, True, True)] if rank else []
-    tensors = [*layers * layer, norm, embedding, embedding]
-    multiplied = [tensor for tensor in tensors[:-1] if tensor.is_matrix]
-    total, trained = sum(tensor.size for tensor in tensors), sum(tensor.size * tensor.trained for tensor in tensors)
-    flops = sum(one.size for one in multiplied), sum(one.size * one.trained for one in multiplied)
-    found = dict(tensors=tensors, parameters=total, trainable=trained, multiplied=total - embedding.size)
-    found |= dict(adapted=2 * width if rank else 0, layers=layers, hidden=width, query_width=width, kv_width=width)
-    found |= dict(ffn=ffn, gated=True, embedding=embedding.size, dtype="float32", heads=config["num_attention_heads"])
-    return found | dict(positions=config["max_position_embeddings"], flops=(*flops, [(None, 2 * width * layers)]))

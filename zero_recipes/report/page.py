@@ -19,14 +19,13 @@ from zero_recipes.core.tables import Column, plain, print_columns, terminal
 from zero_recipes.metrics.read_runs import MeasuredRun, mean_scores, question, read_runs
 from zero_recipes.metrics.schema import ContractError
 from zero_recipes.report import plots, read
-from zero_recipes.report.judge import SAME_RUN, Judgement, bottom_line, judge_runs, sampled_run
+from zero_recipes.report.judge import Judgement, bottom_line, judge_runs, sampled_run
 
 VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
-PLANNED = ("run", "planned by", "states planned", "measured", "apart", "peak planned", "measured", "apart")
 
 
 def write_report(folder: Path, console: Console | None = None) -> Path:
-    """Write report.html, report.json, report.md and the pictures into `folder`, print the tables and judgements.
+    """Write report.html, report.json and the pictures into `folder`, print the tables and judgements.
     Returns the path of the page. Raises Refusal where a metrics.json cannot be read, or there is none."""
     try:
         runs = read_runs(folder)
@@ -39,9 +38,6 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     reference, answers = read.baseline(runs), [judgement._asdict() for judgement in judgements]
     found = {"schema": 1, "baseline": reference and reference.label, "rows": read.table_rows(runs)}
     write_json(folder / "report.json", found | {"bottom_line": bottom_line(runs), "judgements": answers})
-    lines = [f"- {line}" for line in (*read.notes(runs), devices_note(runs)) if line]
-    tables = [f"{shown.title}\n\n{shown.markdown}" for shown in read.tables(runs)]
-    (folder / "report.md").write_text("\n".join([*tables, *lines]) + "\n", encoding="utf-8")
     page.write_text(render_page(runs, judgements, pictures), encoding="utf-8", errors="replace")
     _print(runs, judgements, console or terminal())
     return page
@@ -86,8 +82,6 @@ def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pi
         failures=[run for run in runs if run.status != "ok"],
         answered=answered,
         means=mean_scores(answered.samples) if answered else {},
-        evaluated=[read.evaluations_table(run.label, run.evaluations) for run in runs if run.evaluations],
-        details=_details(runs),
     )
 
 
@@ -112,46 +106,3 @@ def _grids(shown: read.Table) -> list[dict[str, Any]]:
 def _grid(columns: Sequence[Column], chosen: Sequence[Any]) -> dict[str, Any]:
     headers = [column.header.replace("\n", " ") for column in columns]
     return {"headers": headers, "rows": [[column.cell(row) for column in columns] for row in chosen]}
-
-
-def _details(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
-    """Tables at the end of the page: what each run took, was planned to take, and ran with."""
-    planned = list(filter(None, map(_planned, runs)))
-    return [
-        {"title": "Planned and measured memory", "headers": PLANNED, "rows": planned},
-        _by_run("Seconds per phase", {run.label: run.phase_seconds for run in runs}),
-        _by_run("Settings", {run.label: run.model_dump(include={*SAME_RUN, "recipe_sha256"}) for run in runs}),
-        _by_run("Hardware", {run.label: run.hardware for run in runs}),
-        _by_run("Versions", {run.label: run.versions for run in runs}),
-    ]
-
-
-def _planned(run: MeasuredRun) -> list[str] | None:
-    """What was planned beside what was measured: states with states, allocated peak with allocated peak."""
-    rank, cells = run.fullest_rank, []
-    states = run.predicted.state_bytes if run.predicted else None, rank.total if rank else None
-    peaks = read.planned_peak(run), run.peak("allocated")
-    if states[0] is None and peaks[0] is None:
-        return None
-    for planned, measured in (states, peaks):
-        apart = units.percent(planned / measured - 1) if planned is not None and measured else ""
-        cells += [units.size(planned), units.size(measured), apart]
-    return [run.label, run.predicted.source or "", *cells]
-
-
-def _by_run(title: str, of: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
-    """A line a key and a column a run, one column where all runs agree. `of`: {run: content}."""
-    known = {label: content for label, content in of.items() if content}
-    if len(known) > 1 and all(content == next(iter(known.values())) for content in known.values()):
-        known = {"all runs": next(iter(known.values()))}
-    keys = dict.fromkeys(key for content in known.values() for key in content)
-    lines = [[key, *(_plain(key, content.get(key)) for content in known.values())] for key in keys]
-    return {"title": title, "headers": ["", *known], "rows": [line for line in lines if any(line[1:])]}
-
-
-def _plain(name: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, int):
-        return units.size(value) if name.endswith("_bytes") else f"{value:,}"
-    return f"{value:.1f}" if isinstance(value, float) else str(value)

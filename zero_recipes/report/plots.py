@@ -1,9 +1,8 @@
-"""The pictures of the report and of a plan. Sizes in bytes come in, PNG files go out.
+"""The pictures of the report. Sizes in bytes come in, PNG files go out.
 
 Figures are built without pyplot: nothing global is touched and no display is looked for.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +15,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from zero_recipes.core import units
 from zero_recipes.metrics.read_runs import MeasuredRun, draw_losses
 from zero_recipes.metrics.schema import ReservedRange
 from zero_recipes.report import read
 
-BARS_INCHES, LOSS_INCHES = (8.0, 4.8), (8.0, 6.0)
+BARS_INCHES = (8.0, 4.8)
 DPI = 150
 INK, PALE, ALARM = "#24292f", "#57606a", "#b3261e"
 STYLE = Path(__file__).with_name("style.mplstyle")
@@ -37,7 +36,6 @@ MEMORY = {
 LABELS = {"buckets": "buckets, gathered", "offloaded_host": "on host", "offloaded_disk": "on disk"}
 STATES = ("params", "grads", "optimizer", "offloaded_host", "offloaded_disk")
 BEYOND = 2.0  # of the GPU's memory: bars that go further are cut, and say how far they go
-BELOW = 10  # times: a line so far above would leave nothing of the bars
 ABSENT = {"oom": "out of memory", "ok": "not measured"}  # why there is no bar, by status
 
 
@@ -89,11 +87,8 @@ def draw_single(run: MeasuredRun, folder: Path) -> Path | None:
 
 
 def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capacity: int | None = None) -> Path:
-    """Stacks of memory, with the measured peak beside each. `capacity`: bytes of one GPU, a line across; words where
-    it is far above all bars."""
+    """Stacks of memory, with the measured peak beside each. `capacity`: bytes of one GPU, a line across."""
     highest = max(max(bar.top, bar.peak or 0) for bar in bars)
-    if capacity is not None and highest < capacity / BELOW:
-        setting, capacity = f"{setting}; a GPU has {units.size(capacity)}", None
     highest = highest if capacity is None else min(max(highest, capacity), BEYOND * capacity)
     unit, one = units.unit_of(highest)
     written = lambda size: units.significant(size / one) if size >= one else units.size(size)  # noqa: E731
@@ -164,47 +159,21 @@ def _draw_throughput(runs: Sequence[MeasuredRun], setting: str, path: Path) -> P
 
 
 def _draw_losses(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
-    """All losses over each other, and below how far each is from the baseline, on a log scale."""
+    """All losses over each other; the judgement in words says how far they are apart."""
     trained = [(run, colour) for run, colour in zip(runs, colours(runs), strict=True) if run.loss_history]
-    base = read.baseline(runs) or next((run for run, _ in trained), None)
-    with _figure(path, LOSS_INCHES) as figure:
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-        _titled(upper, "Training loss", setting).set_ylabel("loss")
+    with _figure(path, BARS_INCHES) as figure:
+        axes = _titled(figure.subplots(), "Training loss", setting)
+        axes.set(xlabel="optimizer step", ylabel="loss")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         for index, (run, colour) in enumerate(trained):
             losses = run.losses
             # dashes take turns where curves coincide; a thin line joins them
             dashes = (-5.0 * (index - 1), (5.0, 5.0 * (len(trained) - 1))) if index else "-"
-            _lines(upper, losses, color=colour, lw=0.9, zorder=1)
-            _lines(upper, losses, color=colour, lw=2.2, ls=dashes, zorder=2)
+            _lines(axes, losses, color=colour, lw=0.9, zorder=1)
+            _lines(axes, losses, color=colour, lw=2.2, ls=dashes, zorder=2)
         samples = [Line2D([], [], color=colour, lw=2.2, label=_label(run)) for run, colour in trained]
-        upper.legend(handles=samples, ncols=2 if len(samples) > 4 else 1, loc="upper right")
-        _distances(lower, base, [(run, colour) for run, colour in trained if run is not base])
-        lower.set_xlabel("optimizer step")
-        lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(handles=samples, ncols=2 if len(samples) > 4 else 1, loc="upper right")
     return path
-
-
-def _distances(axes: Axes, base: MeasuredRun | None, trained: Sequence[tuple[MeasuredRun, str]]) -> None:
-    """Lines of |loss - baseline loss|; steps that agree to the last bit have no place on a log scale."""
-    expected, remarks, drawn = base.losses if base else {}, [], []
-    for run, colour in trained:
-        gaps = {step: abs(loss - expected[step]) for step, loss in run.losses.items() if step in expected}
-        if not all(map(math.isfinite, gaps.values())):
-            remarks.append(f"not finite: {run.label}")
-        elif gaps and not any(gaps.values()):
-            remarks.append(f"equal at every step: {run.label}")
-        _lines(axes, {step: gap or math.nan for step, gap in gaps.items()}, color=colour, lw=1.3, marker=".", ms=4)
-        drawn += [gap for gap in gaps.values() if gap and math.isfinite(gap)]
-    axes.set_ylabel(f"|loss - {base.label}|" if base else "")
-    axes.set_title("; ".join(remarks) or ("" if drawn else "nothing to compare"), fontsize=9.5)
-    if not drawn:
-        axes.set_yticks([])
-        return
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")  # the scale's own writes mathtext, which STYLE does not read
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(10 ** math.floor(math.log10(min(drawn))), 10 ** math.ceil(math.log10(max(drawn) * 1.01)))
-    axes.grid(axis="y")
 
 
 def colours(runs: Sequence[MeasuredRun]) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from zero_recipes.core import units
 from zero_recipes.core.files import package_yaml
-from zero_recipes.core.tables import Column, Row, markdown_columns
-from zero_recipes.metrics.read_runs import EVALUATED, MeasuredRun, TaskScore
+from zero_recipes.core.tables import Column, Row
+from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.metrics.schema import ORDER
 from zero_recipes.theory import zero_paper
 
@@ -191,17 +191,12 @@ class Table(NamedTuple):
         return [column["note"] for column in texts()["memory"] + texts()["speed"]
                 if "note" in column and column["header"] in shown]  # fmt: skip
 
-    @property
-    def markdown(self) -> str:
-        return markdown_columns(self.named, self.measured, self.rows)
-
 
 def tables(runs: Sequence[MeasuredRun]) -> list[Table]:
-    """Of the comparison, of single runs, of each sweep and of each run's evaluations; empty ones are left out."""
+    """Of the comparison, of single runs and of each sweep; empty ones are left out."""
     groups = {"Comparison": comparison(runs), "Single runs": single_runs(runs)}
     found = [runs_table(group, f"{title}: {setting(group)}") for title, group in groups.items() if group]
-    evaluated = [evaluations_table(run.label, run.evaluations) for run in runs if run.evaluations]
-    return [*found, *map(sweep_table, sweeps(runs)), *evaluated]
+    return [*found, *map(sweep_table, sweeps(runs))]
 
 
 def notes(runs: Sequence[MeasuredRun]) -> list[str]:
@@ -229,11 +224,6 @@ def sweep_table(runs: Sequence[MeasuredRun]) -> Table:
         words = lambda row: " ".join(filter(None, (row["code"], row["reason"])))  # noqa: E731
         measured.append(Column("Reason", lambda row: textwrap.shorten(words(row), LONGEST_REASON, placeholder="…")))
     return Table(f"Sweep of {', '.join(keys)}: {setting(runs)}", named, measured, [], chosen)
-
-
-def evaluations_table(label: str, rows: Sequence[TaskScore]) -> Table:
-    """A row a metric of a task."""
-    return Table(f"Evaluations of {label}", EVALUATED[:2], EVALUATED[2:], [], rows)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:

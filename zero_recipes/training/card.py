@@ -20,15 +20,13 @@ from zero_recipes.checkpoint.save import ADAPTER, CHECKSUMS, saved_files
 from zero_recipes.core import units
 from zero_recipes.core.files import strict_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
-from zero_recipes.core.tables import markdown_columns
 from zero_recipes.data.load import on_hub
 from zero_recipes.metrics import read_runs, schema
-from zero_recipes.metrics.read_runs import EVALUATED, EVALUATIONS
 
 README, RECIPE, SAMPLES, PICTURE = "README.md", "recipe.resolved.yaml", "samples.jsonl", "loss.png"
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 SECRET = ("hub_token", "output_dir", "logging_dir", "resume_from_checkpoint")  # keys that are nobody else's
-MOST_LOSSES, MOST_SAMPLES = 10, 5  # rows of the card's tables
+MOST_SAMPLES = 5  # rows of the card's table
 HUB_SECONDS = 600  # without a byte of an answer
 
 
@@ -45,7 +43,7 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         figure = Figure((7, 3.2), dpi=120, layout="constrained")
         read_runs.draw_losses(figure.subplots(), run)
         figure.savefig(out / PICTURE)
-    is_adapter, scored = (out / ADAPTER).is_file(), read_runs.read_evaluations(folder / EVALUATIONS)
+    is_adapter = (out / ADAPTER).is_file()
     data = ModelCardData(
         base_model=base if on_hub(base) else None,
         datasets=[name for name in named if on_hub(name)] or None,
@@ -66,9 +64,6 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         adapter=json.loads((folder / "adapter_config.json").read_text()) if is_adapter else {},
         data=[(redacted(name), licence_of(name, "dataset") or "unknown") for name in named],
         measured=_measured(run),
-        losses=_thinned(run.losses),
-        evaluations=_thinned({each.step: each.loss for each in run.eval_history or []}),
-        scored=markdown_columns(EVALUATED[:2], EVALUATED[2:], scored) if scored else "",
         samples=[_cells(row) for row in read_runs.read_samples(folder / SAMPLES)[:MOST_SAMPLES]],
         units=units,
     )
@@ -118,13 +113,6 @@ def _measured(run: schema.Metrics) -> list[tuple[str, str, str]]:
     return [row for row in rows if any(row[1:])]
 
 
-def _thinned(values: Mapping[int, float]) -> list[tuple[int, str]]:
-    """At most MOST_LOSSES of the steps, evenly, the first and the last among them."""
-    steps, most = sorted(values), min(len(values), MOST_LOSSES)
-    chosen = {steps[index * (len(steps) - 1) // max(1, most - 1)] for index in range(most)}
-    return [(step, units.fixed(values[step], 4)) for step in sorted(chosen)]
-
-
 def _cells(row: read_runs.SampleRow) -> list[str]:
     """Prompt, before and after for a table of markdown."""
     texts = map(read_runs.short, (read_runs.question(row.prompt), row.before, row.after))
@@ -161,7 +149,7 @@ def push(folder: Path, repo: str, token: str | None = None, revision: str | None
     """One commit with the model, its card, its measurements and its recipe; returns its address. Other files stay here:
     checkpoints, logs, failures and pickles. Raises NotPushed."""
     write_card(folder)
-    names = {*saved_files(folder), README, PICTURE, SAMPLES, EVALUATIONS, schema.FILE, RECIPE, "generation_config.json"}
+    names = {*saved_files(folder), README, PICTURE, SAMPLES, schema.FILE, RECIPE, "generation_config.json"}
     contents = {name: _redacted_file(folder / name) for name in sorted(names) if (folder / name).is_file()}
     if (folder / CHECKSUMS).is_file():
         sums = json.loads((folder / CHECKSUMS).read_text())

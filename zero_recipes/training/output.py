@@ -120,7 +120,7 @@ class RecipeRun:
         if rank() == 0:
             forget_resharded(self.run.output_dir)
             write_card(self.run.output_dir)
-            next_ones = "ask {} (also: export, evaluate, report)" if self.run.settings.save_model else "report {}"
+            next_ones = "ask {} (also: export, report)" if self.run.settings.save_model else "report {}"
             print(f"next: zero-recipes {next_ones.format(self.run.output_dir)}", flush=True)
 
     def _create_repository(self) -> str | None:

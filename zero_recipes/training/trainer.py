@@ -79,7 +79,6 @@ class ZeroSFTTrainer(SFTTrainer):
         cut = rows_are_cut(recipe_run.args) if recipe_run else contextlib.nullcontext()
         with CLOCK.phase("model"), cut:
             super().__init__(*arguments, **keywords)
-        self.start_of_adapter = save.start_of_adapter(self.model)
         self.add_callback(patches.FreshAdamAtStage0())
         found = [each for each in self.callback_handler.callbacks if isinstance(each, StageMetricsCallback)]
         self.stage_metrics = found[0] if found else StageMetricsCallback()
@@ -345,8 +344,6 @@ class ZeroSFTTrainer(SFTTrainer):
         with rank_0_writes():
             super().save_model(output_dir, _internal_call=_internal_call)
             if Path(output_dir or self.args.output_dir) == self.stage_metrics.output_dir:
-                if self.start_of_adapter and self.args.should_save:
-                    save.make_lora_of_base(self.stage_metrics.output_dir, self.start_of_adapter)
                 self.create_model_card()
 
     def _save(self, output_dir=None, state_dict=None) -> None:
