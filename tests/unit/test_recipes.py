@@ -1,18 +1,15 @@
-"""Recipes, ds_configs and command lines: what is read, filled in, unset, refused, and upgraded from elsewhere."""
+"""Recipes, ds_configs and command lines: what is read, filled in, unset, refused, and what is from elsewhere."""
 
 import dataclasses
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.helpers.damage import refusal_of
 from tests.helpers.faults import ROOT, Side
 from zero_recipes.cli import main as cli
-from zero_recipes.cli.upgrade import upgrade
 from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal
@@ -164,7 +161,7 @@ def test_a_key_of_the_recipe_is_not_taken_for_an_option_that_begins_so():
     assert arguments.num_processes is None and arguments.overrides == ["--num_proc", "4"]
 
 
-# from elsewhere: what `check` says of it, and what `check --upgrade` makes of it
+# from elsewhere: what `check` says of it
 
 # In short texts of our own in the form of well-known projects.
 HANDBOOK = """\
@@ -181,61 +178,23 @@ OTHERS = {
     "axolotl": "base_model: m\nval_set_size: 0.05\nsequence_len: 128\nmicro_batch_size: 4\nflash_attention: true\n",
     "LLaMA-Factory": "stage: sft\nfinetuning_type: lora\nlora_rank: 8\ndataset: alpaca_en_demo\ncutoff_len: 128\n",
 }
-# as pages print them: comments, Python's underscores, keys outside their block, sizes and an optimizer of another job
-PASTED = """{
-  "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7},   // a comment
-  "train_micro_batch_size_per_gpu": "auto", # another
-  "gradient_accumulation_steps": "auto",
-  "gradient_clipping": "auto",
-}
-"""
 
 
-def test_a_recipe_of_the_handbooks_form_becomes_one_of_today(tmp_path, monkeypatch, capsys):
+def test_check_says_how_each_key_of_an_older_trl_is_called_today(tmp_path, capsys):
     Side(recipe=HANDBOOK, without=("max_length", "activation_checkpointing")).write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    path, check = Path("recipe.yaml"), ["check", "recipe.yaml"]
-    old = path.read_text()
-    assert cli.main(check) == 2
-    assert cli.main([*check, "--upgrade"]) == 0, capsys.readouterr().out
-    text = Path("recipe.upgraded.yaml").read_text()
-    kept = {key: value for key, value in yaml.safe_load(old).items() if f"{key}:" not in HANDBOOK}
-    today = {"dtype": "bfloat16", "dataset_num_proc": 2, "eval_strategy": "no", "activation_checkpointing": True}
-    assert yaml.safe_load(text) == kept | today | {"max_length": 128, "warmup_steps": 0.1}
-    assert "# use_flash_attention_2: removed, it was False" in text and "# logging_dir: removed, it was 'runs'" in text
-    assert upgrade(Path("recipe.upgraded.yaml")) == (text, []) and path.read_text() == old
-
-
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ({"group_by_length": True}, {"train_sampling_strategy": "group_by_length"}),
-        ({"dataset_mixer": "a/b"}, {"datasets": "a/b"}),
-        ({"dataset_mixer": {"a/b": 1.0}}, {"dataset_mixer": {"a/b": 1.0}}),
-        ({"num_proc": 1, "preprocessing_num_workers": 2}, {"dataset_num_proc": 1}),
-        ({"warmup_ratio": 0.1, "warmup_steps": 20}, {"warmup_steps": 20}),
-        ({"use_flash_attention_2": False, "env": {"A": 1}}, {"env": {"A": 1}}),
-    ],
-)  # fmt: skip
-def test_each_key_is_the_one_of_today(tmp_path, old, new):
-    (tmp_path / "old.yaml").write_text(yaml.safe_dump(old, sort_keys=False))
-    assert yaml.safe_load(upgrade(tmp_path / "old.yaml")[0]) == new
-
-
-def test_a_ds_config_with_comments_becomes_strict_json(tmp_path, monkeypatch, capsys):
-    Side().write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    Path("pasted.json").write_text(PASTED)
-    check = ["check", "recipe.yaml", "--num_processes", "2", "--deepspeed"]
-    assert cli.main([*check, "pasted.json"]) == 2
-    assert cli.main([*check, "pasted.json", "--upgrade"]) == 0, capsys.readouterr().out
-    written = json.loads(Path("pasted.upgraded.json").read_text())
-    assert written["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 5e7} and len(written) == 4
-    capsys.readouterr()
-    assert cli.main([*check, "pasted.upgraded.json", "--upgrade"]) == 0 and "written" not in capsys.readouterr().out
-    Path("twice.json").write_text('{"gradient_clipping": 1, "gradient_clipping": 2,}')
-    assert cli.main([*check, "twice.json", "--upgrade"]) == 2
-    assert "Duplicate keys in DeepSpeed config: ['gradient_clipping']" in capsys.readouterr().err
+    assert cli.main(["check", str(tmp_path / "recipe.yaml")]) == 2
+    printed = " ".join(capsys.readouterr().out.split())
+    for today in (
+        "dtype",
+        "dataset_num_proc",
+        "eval_strategy",
+        "activation_checkpointing",
+        "max_length",
+        "warmup_steps",
+    ):
+        assert f"Write `{today}`." in printed, today
+    for gone in ("use_flash_attention_2", "logging_dir"):
+        assert f"`{gone}`" in printed, gone
 
 
 @pytest.mark.parametrize("trainer", OTHERS)

@@ -110,8 +110,6 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("--config_file", type=accelerate_file, help="the accelerate file of the launch, e.g. zero3.yaml")
     verb.add_argument("--num_processes", type=COUNT, help="processes, one per GPU; default: the accelerate file's")
     verb.add_argument("--gpu", help="check for this GPU instead of this machine, e.g. h100-80gb; names as in plan")
-    upgrade = "write and check RECIPE.upgraded.yaml with TRL's current keys, and a ds_config without comments"
-    verb.add_argument("--upgrade", action="store_true", help=upgrade)
     verb.add_argument("--data", action="store_true", help="tokenize the rows, count supervised tokens, show three rows")
     verb.add_argument("--show", action="store_true", help='print the ds_config with every "auto" filled in')
     verb.add_argument("--traceback", action="store_true", help="show where a library raised its error")

@@ -20,18 +20,10 @@ def check(arguments: argparse.Namespace) -> int:
         from zero_recipes.config.accelerate import file_findings, file_named, launched_as_named, launched_environment
 
     quieten()
-    if arguments.upgrade:
-        from zero_recipes.cli.upgrade import write_strict_ds_config, write_upgraded
-
-        arguments.recipe = write_upgraded(arguments.recipe)
     mapping = recipes.read_recipe_file(arguments.recipe)
-    overrides, trusts = list(arguments.overrides), "trust_remote_code"
-    if arguments.upgrade:
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--deepspeed", default=mapping.get("deepspeed"))
-        strict = write_strict_ds_config(parser.parse_known_args(overrides)[0].deepspeed)
-        overrides += ["--deepspeed", str(strict)] if strict else []
-    recipe, keys = str(arguments.recipe), list(overrides)
+    overrides = list(arguments.overrides)
+    trusts = "trust_remote_code"
+    recipe = str(arguments.recipe)
     is_named = any(word.lstrip("-").replace("-", "_").startswith(trusts) for word in overrides)
     overrides += [] if is_named else [f"--{trusts}", "false"]  # a look at a stranger's recipe runs no code of its model
     remote_code = bool(mapping.get(trusts)) and not is_named
@@ -67,7 +59,7 @@ def check(arguments: argparse.Namespace) -> int:
         launch, count = ["accelerate", "launch", *file, "run_sft.py", recipe], run.strategy.world_size
         if local_world_size(environment, count) == count:  # not several machines
             launch = ["zero-recipes", "train", recipe, *file, "--num_processes", str(count)]
-        print("", shlex.join([*launch, *keys]), sep="\n")
+        print("", shlex.join([*launch, *arguments.overrides]), sep="\n")
     return 2 if errors else 0
 
 

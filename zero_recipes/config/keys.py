@@ -117,7 +117,7 @@ def key_findings(
         if key in renamed:
             today, note = renamed[key].get("to"), renamed[key].get("note", "")
             written = renamed[key].get("switch", today)
-            fix = f"Write `{written}`, or run zero-recipes check --upgrade. {note}" if today else note
+            fix = f"Write `{written}`. {note}" if today else note
             yield finding("ZR101", key=key, where=where, fix=fix.strip(), recipe_key=key)
         elif key in launcher:
             yield finding("ZR102", key=key, where=where, recipe_key=key)
