@@ -6,7 +6,6 @@ gets the verdict "cannot tell" and the reason.
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from zero_recipes.core import units
@@ -18,7 +17,6 @@ from zero_recipes.report.read import texts
 Verdict = Literal["yes", "no", "cannot tell"]
 Answer = tuple[Verdict, str]
 
-EQUAL_MEMORY = 1e-3  # padding to whole partitions may add a few bytes to a stage
 EQUAL_SPEED = 0.05  # less is noise
 LOSS_FP32 = 1e-5
 LOSS_16_BIT = 2e-2  # one step's rounding; tests hold short runs of the stages to 1e-3, and to 1e-5 in fp32
@@ -40,9 +38,9 @@ class Judgement(NamedTuple):
 
 
 def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
-    """All judgements on these runs, in the order in which a reader asks; those on stages need compared rows."""
+    """All judgements on these runs, in the order in which a reader asks; two of them need compared rows."""
     compared = read.comparison(runs)
-    judges = {"alike": _alike, "staircase": _staircase, "losses": _losses_equal}
+    judges = {"alike": _alike, "losses": _losses_equal}
     answers = {name: judge(compared) for name, judge in judges.items()} if compared else {}
     answers["answers"] = _answers(runs)
     wording = texts()["judgements"]
@@ -95,21 +93,6 @@ def _alike(runs: Sequence[MeasuredRun]) -> Answer:
     listed = "; ".join(f"{key} ({', '.join(values)})" for key, values in differing.items())
     measured = f"The rows differ in {listed}." if differing else f"{len(runs)} rows with the same settings."
     return _yes(not differing), f"{measured} Each ran once."
-
-
-def _staircase(runs: Sequence[MeasuredRun]) -> Answer:
-    steps = [run for run in _stages(runs) if run.fullest_rank]
-    if len(steps) < 2:
-        return "cannot tell", "Fewer than two stages were measured."
-    totals = {run.label: run.fullest_rank.total for run in steps}
-    rises = [(a, b) for a, b in pairwise(totals) if totals[b] > totals[a] * (1 + EQUAL_MEMORY)]
-    measured = f"Model states of the fullest rank: {_listed(totals, units.size)}."
-    measured += "".join(f" {upper} holds more than {lower}." for lower, upper in rises)
-    if against := {run.label: totals[run.label] / expected for run in steps if (expected := read.textbook(run))}:
-        measured += f" Measured over textbook: {_listed(against, '{:.3f}'.format)}."
-    if peaks := {run.label: peak for run in steps if (peak := run.peak("allocated"))}:
-        measured += f" Peak allocated, with activations and buffers: {_listed(peaks, units.size)}."
-    return _yes(not rises), measured
 
 
 def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
@@ -169,13 +152,6 @@ def _answers(runs: Sequence[MeasuredRun]) -> Answer:
     if not gains or (min(gains) < 0 < max(gains)):
         return "cannot tell", measured
     return _yes(max(gains) > 0), measured
-
-
-def _stages(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """The finished rows of stages 0 to 3 in order; ddp replaces stage 0 where zero0 is missing."""
-    finished = {run.strategy: run for run in runs if run.status == "ok"}
-    ladder = [finished.get("zero0") or finished.get("ddp"), *(finished.get(stage) for stage in ORDER[2:])]
-    return [run for run in ladder if run]
 
 
 def _yes(holds: bool) -> Verdict:

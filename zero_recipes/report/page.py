@@ -21,6 +21,7 @@ from zero_recipes.metrics.schema import ContractError
 from zero_recipes.report import plots, read
 from zero_recipes.report.judge import Judgement, bottom_line, judge_runs, sampled_run
 
+PICTURE = "loss.png"  # that a run draws for its model card
 VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
 
 
@@ -32,9 +33,8 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     except ContractError as error:
         raise refusal("ZR560", folder=folder, error=str(error)) from error
     judgements = judge_runs(runs)
-    drawn = [*plots.draw_comparison(runs, folder).values()]
-    drawn += [path for run in read.single_runs(runs) if (path := plots.draw_single(run, folder))]
-    page, pictures = folder / "report.html", {path.stem: path for path in drawn}
+    pictures = plots.draw_comparison(runs, folder)
+    page = folder / "report.html"
     reference, answers = read.baseline(runs), [judgement._asdict() for judgement in judgements]
     found = {"schema": 1, "baseline": reference and reference.label, "rows": read.table_rows(runs)}
     write_json(folder / "report.json", found | {"bottom_line": bottom_line(runs), "judgements": answers})
@@ -50,8 +50,6 @@ def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console
         print_columns(shown.named, shown.measured, shown.rows, console)
     for line in read.notes(runs):
         console.print(plain(line, style="dim"))
-    if note := devices_note(runs):
-        console.print(plain(note, style="yellow"))
     for judgement in judgements:
         console.print()
         console.print(plain(judgement.verdict, VERDICT_STYLE[judgement.verdict]), judgement.question, sep="  ")
@@ -62,7 +60,7 @@ def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console
 
 
 def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> str:
-    """The whole page as text. `pictures` by name: of the comparison, and "run_<folder>"."""
+    """The whole page as text. `pictures`: of the comparison, by name. A single run has its own loss.png."""
     loader, blocks = FileSystemLoader(Path(__file__).parent), {"trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     in_base64 = lambda path: base64.b64encode(path.read_bytes()).decode()  # noqa: E731
@@ -72,29 +70,16 @@ def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pi
         setting=read.setting(compared or runs),
         written=date.today().isoformat(),
         bottom_line=bottom_line(runs),
-        devices=devices_note(runs),
         judgements=judgements,
         comparison=_grids(read.runs_table(compared)) if compared else [],
         notes=read.notes(runs),
         sweeps=[(shown, _grid(shown.named + shown.measured, shown.rows)) for shown in swept],
         pictures=pictures,
-        singles=[(run, _grids(read.runs_table([run]))) for run in read.single_runs(runs)],
+        singles=[(run, _grids(read.runs_table([run])), run.folder / PICTURE) for run in read.single_runs(runs)],
         failures=[run for run in runs if run.status != "ok"],
         answered=answered,
         means=mean_scores(answered.samples) if answered else {},
     )
-
-
-def devices_note(runs: Sequence[MeasuredRun]) -> str | None:
-    """A sentence on the rows that no GPU produced; None where all of them ran on one."""
-    on_cpu = [run.label for run in runs if run.device == "cpu"]
-    if not on_cpu:
-        return None
-    if len(on_cpu) == sum(run.device is not None for run in runs):
-        which = "No number on this page was measured on a GPU: all runs used CPU processes."
-    else:
-        which = f"These rows were not measured on a GPU but on CPU processes: {', '.join(on_cpu)}."
-    return f"{which} Model-state bytes carry over to GPUs; times and peak memory do not."
 
 
 def _grids(shown: read.Table) -> list[dict[str, Any]]:
