@@ -105,7 +105,9 @@ def _draw_losses(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
             dashes = (-5.0 * (index - 1), (5.0, 5.0 * (len(trained) - 1))) if index else "-"
             axes.plot([*run.losses], [*run.losses.values()], color=colour, lw=2.2, ls=dashes, label=_label(run))
         if trained:
-            axes.legend(ncols=2 if len(trained) > 4 else 1, loc="upper right")
+            legend = axes.legend(ncols=2 if len(trained) > 4 else 1, loc="upper right")
+            for line in legend.get_lines():  # a dash may miss so short a line
+                line.set_linestyle("-")
     return path
 
 
