@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.helpers.damage import refusal_of
 from tests.helpers.group import free_port
 from tests.helpers.tiny import ROOT, arguments, write_recipe
 from tests.helpers.two_ranks import ranks
-from zero_recipes.cli import main as cli
 from zero_recipes.distributed.group import wait_for_hosts
 
 
@@ -158,7 +158,7 @@ def test_two_hosts_equal_one(namespaces, two, tmp_path):
 @pytest.mark.private
 @pytest.mark.launch
 def test_the_launcher_alone_names_nobody(namespaces):
-    """Fails when torchrun's static rendezvous says who is missing: then zero-recipes meet may go."""
+    """Fails when torchrun's static rendezvous says who is missing: then `wait_for_hosts` may go."""
     command = ["torch.distributed.run", "--nnodes", "2", "--node_rank", "0", "--no-python"]
     command += ["--master_addr", HOSTS[0], "--master_port", str(free_port()), "--rdzv_conf", "timeout=1", "true"]
     ((code, said),) = on_each(namespaces[:1], [command])
@@ -172,8 +172,6 @@ def test_machines_meet():
 
 
 @pytest.mark.parametrize("machine, missing", [(0, "within 0.1 s (missing: 1, 2)"), (1, "cannot be reached")])
-def test_a_machine_that_never_comes_is_named(capsys, machine, missing):
-    argv = ["meet", "--hosts", "127.0.0.1,node-b,node-c", "--machine_rank", str(machine), "--port", str(free_port())]
-    assert cli.main([*argv, "--seconds", "0.1"]) == 2
-    said = capsys.readouterr().err
+def test_a_machine_that_never_comes_is_named(machine, missing):
+    said = str(refusal_of(wait_for_hosts, ["127.0.0.1", "node-b", "node-c"], machine, free_port(), 0.1))
     assert missing in said and "0: 127.0.0.1, 1: node-b, 2: node-c" in said and "   fix: Run the same " in said

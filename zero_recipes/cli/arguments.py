@@ -134,12 +134,6 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("--output_dir", type=Path, default=Path(), help="folder for the files; default: the current one")
     verb.set_defaults(params=None, max=False)
 
-    verb = add(verbs.meet, "check before a launch that the machines can reach each other, and name the missing ones")
-    verb.add_argument("--hosts", type=names, required=True, help="all machines, comma-separated, by machine rank")
-    verb.add_argument("--machine_rank", type=int, required=True, help="rank of this machine, from 0")
-    verb.add_argument("--port", type=COUNT, default=29501, help="port of the first machine, open to the others")
-    verb.add_argument("--seconds", type=AMOUNT, default=60.0, help="how long to wait")
-
     add(env.env, "print this machine's GPUs, driver, memory, disks and versions")
 
     verb = of_recipe(verbs.sweep, "run and measure several strategies or values, one after another")

@@ -153,14 +153,6 @@ def reshard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def meet(arguments: argparse.Namespace) -> int:
-    from zero_recipes.distributed.group import wait_for_hosts
-
-    wait_for_hosts(arguments.hosts, arguments.machine_rank, arguments.port, arguments.seconds)
-    print(f"{len(arguments.hosts)} machines reach each other: {', '.join(arguments.hosts)}")
-    return 0
-
-
 def ask(arguments: argparse.Namespace) -> int:
     quieten()
     from zero_recipes.ask import run
