@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     print(f"model: {target.folder}", f"base: {target.base or 'none (--base NAME)'}", sep="\n")
     print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
     base, tuned = answers_of_both(target, tokenizer, device, samples, most)
-    rows = sampling.sample_rows(samples, base, tuned, scores_of)
+    rows = sampling.sample_rows(samples, base, tuned)
     for row in rows:
         for scores in (row.scores_before, row.scores_after):
             if scores.get("reference_loss") is not None:
@@ -226,22 +226,14 @@ def load(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, of_bas
 def read_questions(target: Target, prompts: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """The prompts of the recipe, or of a file that is read as a recipe's `sample_prompts` is, with the tokens of their
     references as a training row has them. Raises Refusal."""
-    requested, settings = target.settings.sample_prompts if prompts is None else _of_file(prompts), target.settings
+    settings = target.settings
+    requested = settings.sample_prompts if prompts is None else str(prompts)
     args = recipes.trl_arguments(settings, target.recipe.path).training
     rows = rows_to_ask(requested, None, settings)
     samples = choose_samples(requested, rows, settings.dataset_format, tokenizer, settings.dataset_test_split)
     if not samples:
         raise refusal("ZR570", source=prompts or f"the recipe of {target.folder}")
     return with_tokens(samples, tokenizer, args)
-
-
-def _of_file(path: Path) -> str | list[str]:
-    """The path of JSON Lines, or the lines of a plain text: .txt, or a first line that is no JSON object."""
-    if not path.is_file() or path.suffix == ".jsonl":
-        return str(path)
-    with library_error_as_finding(f"reading {path}"):
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    return str(path) if path.suffix != ".txt" and lines and lines[0].lstrip().startswith("{") else lines
 
 
 def answers_of_both(
@@ -258,13 +250,3 @@ def answers_of_both(
     if target.is_adapter:
         base = tuned._replace(adapter_off=True).answers(samples, most, batch)
     return base, tuned.answers(samples, most, batch)
-
-
-def scores_of(answer: str, reference: str) -> dict[str, float]:
-    """`text_scores`, and ROUGE-1, ROUGE-2 and ROUGE-L (Lin, 2004) as F1, by rouge_score with Porter's stemmer; it
-    reads a-z and digits."""
-    from rouge_score import rouge_scorer
-
-    kinds = ["rouge1", "rouge2", "rougeL"]
-    scores = rouge_scorer.RougeScorer(kinds, use_stemmer=True).score(reference, answer)
-    return sampling.text_scores(answer, reference) | {kind: float(scores[kind].fmeasure) for kind in kinds}

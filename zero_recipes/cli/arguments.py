@@ -162,7 +162,7 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
         return verb
 
     verb = of_model(verbs.ask, "prompt a saved model and its base model with the same prompts and score both")
-    verb.add_argument("--prompts", type=Path, help="JSON Lines, or one prompt per line; default: the recipe's")
+    verb.add_argument("--prompts", type=Path, help="JSON Lines; default: the recipe's")
     verb.add_argument("--max_new_tokens", type=COUNT, help="default: the recipe's value")
     verb.add_argument("--output_dir", type=Path, help="folder for samples.jsonl; default: output/ask-<model>")
 

@@ -25,7 +25,6 @@ from zero_recipes.core.findings import RunFailed, library_error_as_finding, refu
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import read_samples
-from zero_recipes.model import load_config
 from zero_recipes.training.card import write_card
 
 SOURCE = "llama_cpp_python-0.3.36"  # whose vendor/llama.cpp has the converter
@@ -48,7 +47,7 @@ def export(arguments: argparse.Namespace) -> int:
     if out.exists() and any(out.iterdir()):
         raise refusal("ZR902", out=out)
     tokenizer = ask.load_tokenizer(target)
-    for missing, fix in _missing(arguments.llama_cpp, target) if kinds else ():
+    for missing, fix in _missing(arguments.llama_cpp) if kinds else ():
         raise refusal("ZR903", missing=missing, fix=fix)
     llama_cpp = _source(arguments.llama_cpp) if kinds else None
     prompts = [row.prompt for row in read_samples(target.folder / ask.SAMPLES)[:PROMPTS]]
@@ -134,22 +133,18 @@ def _source(folder: Path | None) -> Path:
     return folder or cache / SOURCE / "vendor" / "llama.cpp"
 
 
-def _missing(folder: Path | None, target: ask.Target) -> Iterator[tuple[str, str]]:
-    """(what is missing for the files, how to fix it); first what needs no download."""
+def _missing(folder: Path | None) -> Iterator[tuple[str, str]]:
+    """(what is missing for the files, how to fix it); first what needs no download. A model that llama.cpp's converter
+    does not know is the converter's to refuse: the safetensors are written by then."""
     for name in ("xllamacpp", "sentencepiece"):
         if importlib.util.find_spec(name) is None:
             yield f"the package {name}", "pip install 'zero-recipes[gguf]'"
     llama_cpp = _source(folder)
     if not (llama_cpp / "convert_hf_to_gguf.py").is_file():
         yield f"{llama_cpp}/convert_hf_to_gguf.py", "Set --llama_cpp to a llama.cpp folder."
-    place = target.base if target.is_adapter else str(target.folder)
-    config = load_config(target.settings.replace(model_name_or_path=place))
-    name = (config.architectures or ["a model without a name"])[0]
-    if name not in _run(llama_cpp, "convert_hf_to_gguf.py", "--print-supported-models").split():
-        yield f"a converter for {name}", "Export without --gguf: llama.cpp does not support it."
 
 
-def _run(llama_cpp: Path, script: str, *arguments: Any) -> str:
+def _run(llama_cpp: Path, script: str, *arguments: Any) -> None:
     places = [str(llama_cpp), str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "zero_recipes.cli.convert", str(llama_cpp / script), *map(str, arguments)]
     own = os.environ | {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"}
@@ -157,7 +152,6 @@ def _run(llama_cpp: Path, script: str, *arguments: Any) -> str:
     if done.returncode:
         last_line = (done.stderr.strip() or "nothing").splitlines()[-1]
         raise NotExported(f"llama.cpp's {script} failed: {last_line}. Files written before are complete.")
-    return done.stdout + done.stderr
 
 
 def _convert(llama_cpp: Path, kind: str, out: Path) -> Path:
