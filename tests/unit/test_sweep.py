@@ -1,6 +1,5 @@
 """`sweep --set` and `tune`: what they read, refuse, try and call their runs, without a launch; and the report."""
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -162,29 +161,6 @@ def launched(monkeypatch):
 
 def swept(recipe, folder: Path, *words, strategies="ddp") -> int:
     return cli.main(["sweep", str(recipe), "--strategies", strategies, "--output_dir", str(folder / "out"), *words])
-
-
-@pytest.mark.parametrize(
-    ("keys", "words", "folder"),
-    [
-        ({}, [], "{out}/swap"),
-        ({}, ["--nvme_path=/mine"], "/mine"),
-        ({}, ["--nvme_path", "/mine"], "/mine"),
-        ({"nvme_path": "/mine"}, [], None),
-    ],
-)
-def test_infinity_swaps_to_the_folder_that_is_named(recipe, tmp_path, launched, monkeypatch, keys, words, folder):
-    """Else another disk would be measured. TRL's parser takes the last of two."""
-    monkeypatch.delenv("ZERO_RECIPES_NVME_PATH", raising=False)
-    own = tmp_path / "own.yaml"
-    own.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | keys))
-    assert swept(own, tmp_path, *words, strategies="zero2,zero3_infinity") == 1
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--nvme_path")
-    for command in launched:
-        parsed, _ = parser.parse_known_args(command)
-        assert parsed.nvme_path == (folder and folder.format(out=tmp_path / "out"))
-    assert (tmp_path / "out" / "swap").exists() == (folder == "{out}/swap") and len(launched) == 2
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, config_files, launched_environment
-from zero_recipes.config.ds_config import NVME_PATH, DsConfig, read_json_mapping
+from zero_recipes.config.ds_config import DsConfig, read_json_mapping
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import at_hand, write_json, write_text
@@ -78,18 +78,12 @@ def sweep(
         with library_error_as_finding("writing sweep.json beside the runs of earlier sweeps"):
             add_to_sweep_file(output_dir, own)
         console.print(plain(f"{len(runs)} runs: {', '.join(run.name for run in runs)}"), soft_wrap=True)
-    shared, swap = list(overrides), output_dir / "swap"
-    swaps = any(name.endswith("_infinity") for name in configs)
-    if swaps and settings.nvme_path is None and NVME_PATH not in os.environ:
-        console.print(plain(f"{NVME_PATH} is not set: ZeRO-Infinity swaps to {swap}"), soft_wrap=True)
-        swap.mkdir(parents=True, exist_ok=True)
-        shared += ["--nvme_path", str(swap)]
     ended = {}
     for number, run in enumerate(runs, 1):
         folder = output_dir / run.name
         label = f"[{number}/{len(runs)}] {run.name}"
         start = time.perf_counter()
-        row, previous = launched(recipe, run, folder, label, num_processes, shared, script, console, _run)
+        row, previous = launched(recipe, run, folder, label, num_processes, overrides, script, console, _run)
         ended[run.name] = row.status
         ending = f"{label}: {row.status} after {time.perf_counter() - start:.0f} s"
         ending += f", see {folder / 'log.txt'}" if row.status != "ok" else ""
