@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     device = choose_device(use_cpu=False)
     target = find_target(arguments.model, arguments.base, overrides, arguments.trust_remote_code)
     tokenizer = load_tokenizer(target)
-    most = arguments.max_new_tokens or target.settings.sample_max_new_tokens
-    samples = read_questions(target, arguments.prompts, tokenizer)
+    most = target.settings.sample_max_new_tokens
+    samples = read_questions(target, tokenizer)
     out = _output_dir(arguments.output_dir, target)
     print(f"model: {target.folder}", f"base: {target.base or 'none (--base NAME)'}", sep="\n")
     print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
@@ -223,16 +223,16 @@ def load(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, of_bas
     return Loaded(model.to(device).eval(), tokenizer, device, target.autocast)
 
 
-def read_questions(target: Target, prompts: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The prompts of the recipe, or of a file that is read as a recipe's `sample_prompts` is, with the tokens of their
-    references as a training row has them. Raises Refusal."""
+def read_questions(target: Target, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The prompts that `sample_prompts` names, of the recipe or the command line, with the tokens of their references as
+    a training row has them. Raises Refusal."""
     settings = target.settings
-    requested = settings.sample_prompts if prompts is None else str(prompts)
+    requested = settings.sample_prompts
     args = recipes.trl_arguments(settings, target.recipe.path).training
     rows = rows_to_ask(requested, None, settings)
     samples = choose_samples(requested, rows, settings.dataset_format, tokenizer, settings.dataset_test_split)
     if not samples:
-        raise refusal("ZR570", source=prompts or f"the recipe of {target.folder}")
+        raise refusal("ZR570", folder=target.folder)
     return with_tokens(samples, tokenizer, args)
 
 

@@ -20,7 +20,7 @@ from zero_recipes.metrics.read_runs import SampleRow, read_samples
 
 BASE = ROOT / "tiny_world" / "base"
 ROWS = [json.loads(line) for line in (ROOT / "tiny_world" / "test.jsonl").read_text().splitlines()[:40:10]]
-FORMAT = ["--dataset_format", "alpaca", "--max_new_tokens", "5"]
+FORMAT = ["--dataset_format", "alpaca", "--sample_max_new_tokens", "5"]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,9 @@ def answered(out: Path) -> list[SampleRow]:
 def test_prompts_are_rows(tmp_path, name, text, words, wanted, capsys):
     (tmp_path / name).write_text(text)
     out = tmp_path / "out"
-    assert ask(BASE, "--prompts", tmp_path / name, "--output_dir", out, "--max_new_tokens", 2, *words) == 0
+    assert (
+        ask(BASE, "--sample_prompts", tmp_path / name, "--output_dir", out, "--sample_max_new_tokens", 2, *words) == 0
+    )
     (row,) = answered(out)
     assert (row.prompt, row.reference, row.before) == (*wanted, None)
     printed = capsys.readouterr().out
@@ -118,17 +120,17 @@ def places(tmp_path_factory, tuned, adapter) -> dict[str, Path]:
     [
         (["nowhere"], "ZR784"),
         ([BASE], "ZR570"),
-        ([BASE, "--prompts", "nowhere.jsonl"], "ZR199"),
-        ([BASE, "--prompts", "{rows}", "--output_dir", "{full}", *FORMAT], "ZR793"),
+        ([BASE, "--sample_prompts", "nowhere.jsonl"], "ZR199"),
+        ([BASE, "--sample_prompts", "{rows}", "--output_dir", "{full}", *FORMAT], "ZR793"),
         ([BASE, "--max_lenth", "3"], "ZR103"),
-        (["{cut}", "--prompts", "{rows}", *FORMAT], "ZR787"),
-        (["{changed}", "--prompts", "{rows}", *FORMAT], "ZR787"),
-        (["{mute}", "--prompts", "{rows}", *FORMAT], "ZR575"),
-        (["{pickle}", "--prompts", "{rows}", *FORMAT], "ZR784"),
-        (["{tuned}", "--base", "{swapped}", "--prompts", "{rows}", *FORMAT], "2 tokens of"),
-        (["{tuned}", "--base", "./nowhere", "--prompts", "{rows}", *FORMAT], "./nowhere"),
-        (["{adapter}", "--base", "none", "--prompts", "{rows}"], "ZR788"),
-        (["{unnamed}", "--prompts", "{rows}"], "ZR788"),
+        (["{cut}", "--sample_prompts", "{rows}", *FORMAT], "ZR787"),
+        (["{changed}", "--sample_prompts", "{rows}", *FORMAT], "ZR787"),
+        (["{mute}", "--sample_prompts", "{rows}", *FORMAT], "ZR575"),
+        (["{pickle}", "--sample_prompts", "{rows}", *FORMAT], "ZR784"),
+        (["{tuned}", "--base", "{swapped}", "--sample_prompts", "{rows}", *FORMAT], "2 tokens of"),
+        (["{tuned}", "--base", "./nowhere", "--sample_prompts", "{rows}", *FORMAT], "./nowhere"),
+        (["{adapter}", "--base", "none", "--sample_prompts", "{rows}"], "ZR788"),
+        (["{unnamed}", "--sample_prompts", "{rows}"], "ZR788"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -151,15 +153,15 @@ def test_code_that_a_model_brings_does_not_run_unasked(tmp_path, prompts, capsys
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').write('x')\n")
     recipe = f"model_name_or_path: {folder}\ntrust_remote_code: true\nenv:\n  ASK_WAS_HERE: x\n"
     (folder / "recipe.resolved.yaml").write_text(recipe)
-    message = refused(capsys, folder, "--prompts", prompts)
+    message = refused(capsys, folder, "--sample_prompts", prompts)
     assert "[ZR787]" in message and "--trust_remote_code" in message and not (tmp_path / "ran").exists()
     assert "ASK_WAS_HERE" not in os.environ
 
 
 def test_no_answers_are_written_over(prompts, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert ask(BASE, "--base", BASE, "--prompts", prompts, *FORMAT) == 0
-    assert ask(BASE, "--base", BASE, "--prompts", prompts, *FORMAT) == 2 and "ZR793" in capsys.readouterr().err
+    assert ask(BASE, "--base", BASE, "--sample_prompts", prompts, *FORMAT) == 0
+    assert ask(BASE, "--base", BASE, "--sample_prompts", prompts, *FORMAT) == 2 and "ZR793" in capsys.readouterr().err
     assert all(row.before == row.after for row in answered(Path("output/ask-base")))
 
 
@@ -168,9 +170,9 @@ def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path):
     folder = shutil.copytree(adapter, tmp_path / "qlora")
     recipe = f"model_name_or_path: {BASE}\nload_in_4bit: true\nuse_peft: true\ndtype: float32\nbf16: false\n"
     (folder / "recipe.resolved.yaml").write_text(recipe + "dataset_format: alpaca\nskip_checksums: true\n")
-    words = ("--prompts", prompts, "--output_dir")
+    words = ("--sample_prompts", prompts, "--output_dir")
     assert ask(adapter, *words, tmp_path / "a", *FORMAT) == ask(BASE, *words, tmp_path / "b", *FORMAT) == 0
-    assert ask(folder, *words, tmp_path / "c", "--max_new_tokens", 5) == 0
+    assert ask(folder, *words, tmp_path / "c", "--sample_max_new_tokens", 5) == 0
     both, base, wide = (answered(tmp_path / name) for name in "abc")
     assert [row.before for row in both] == [row.after for row in base]
     assert [row.scores_before for row in both] == [row.scores_after for row in base]

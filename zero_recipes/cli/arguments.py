@@ -158,8 +158,6 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
         return verb
 
     verb = of_model(verbs.ask, "prompt a saved model and its base model with the same prompts and score both")
-    verb.add_argument("--prompts", type=Path, help="JSON Lines; default: the recipe's")
-    verb.add_argument("--max_new_tokens", type=COUNT, help="default: the recipe's value")
     verb.add_argument("--output_dir", type=Path, help="folder for samples.jsonl; default: output/ask-<model>")
 
     verb = add(verbs.verify, "check that a saved model, adapter or checkpoint is complete")
