@@ -224,8 +224,8 @@ def load(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, of_bas
 
 
 def read_questions(target: Target, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The prompts that `sample_prompts` names, of the recipe or the command line, with the tokens of their references as
-    a training row has them. Raises Refusal."""
+    """The prompts of `sample_prompts`, of the recipe or the command line, with the tokens of their references as a
+    training row has them. Raises Refusal."""
     settings = target.settings
     requested = settings.sample_prompts
     args = recipes.trl_arguments(settings, target.recipe.path).training

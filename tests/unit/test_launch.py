@@ -60,18 +60,18 @@ def test_a_file_launches_its_strategy(root, name):
     assert found.name == {"multi_node.yaml": "zero3"}.get(name, Path(name).stem)
 
 
-def test_check_plan_and_sweep_take_the_file_of_a_launch(root, monkeypatch, capsys, tmp_path):
+def test_check_takes_the_file_of_a_launch_and_plan_and_sweep_its_name(root, monkeypatch, capsys, tmp_path):
     out = ["--output_dir", str(tmp_path / "out")]
     assert cli.main(["check", "recipes/tiny.yaml", "--config_file", "zero3.yaml", *out]) == 0
     assert "zero3 (DeepSpeed, ds_configs/zero3.json)" in capsys.readouterr().out
     plan = ["plan", "recipes/tiny.yaml", "--gpus", "2", "--gpu", "h200", "--quick", "--json"]
-    assert cli.main([*plan, "--config_file", "zero3.yaml"]) == 0
+    assert cli.main([*plan, "--strategies", "zero3"]) == 0
     assert [row["job"]["strategy"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["zero3"]
     swept = []
     monkeypatch.setattr("zero_recipes.cli.sweep.sweep", lambda recipe, names, *_, **__: swept.append(names) or {})
-    for words in (["--config_file", "accelerate_configs/zero3_offload.yaml"], ["--config_file", "ddp.yaml"], []):
+    for words in (["--strategies", "zero3_offload,ddp"], []):
         assert cli.main(["sweep", "recipes/tiny.yaml", *words]) == 0
-    assert swept == [["zero3_offload"], ["ddp"], ["ddp", "zero0", "zero1", "zero2", "zero3"]]
+    assert swept == [["zero3_offload", "ddp"], ["ddp", "zero0", "zero1", "zero2", "zero3"]]
 
 
 def test_what_accelerates_launcher_refuses_is_one_message(root, monkeypatch, capsys, tmp_path):

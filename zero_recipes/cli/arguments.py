@@ -37,10 +37,7 @@ def names(text: str) -> list[str]:
 
 
 def _add_strategies(verb, default: str) -> None:
-    """--strategies or --config_file."""
-    either = verb.add_mutually_exclusive_group()
-    either.add_argument("--strategies", type=names, help=f"comma-separated names, or all; default: {default}")
-    either.add_argument("--config_file", type=accelerate_file, help="one strategy by its file, e.g. zero3.yaml")
+    verb.add_argument("--strategies", type=names, help=f"comma-separated names, or all; default: {default}")
 
 
 def _add_machines(verb) -> None:

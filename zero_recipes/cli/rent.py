@@ -7,7 +7,6 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from zero_recipes.cli.import_config import write_new
-from zero_recipes.cli.verbs import strategies_of
 from zero_recipes.core.files import FILES
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import working
@@ -21,7 +20,6 @@ WRITTEN = {"sky.yaml": "sky jobs launch", "sbatch": "sbatch", "k8s.yaml": "kubec
 
 def rent(arguments: argparse.Namespace) -> int:
     """The verb. Returns the exit code; raises Refusal where nothing fits."""
-    arguments.strategies = strategies_of(arguments)
     with working("planning"):
         request = read_request(arguments, arguments.overrides)
         answer = answer_by(Predictor(quick=True), arguments, request)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 
-from zero_recipes.config.accelerate import FOLDER, config_files, read_accelerate_file
 from zero_recipes.core import units
 from zero_recipes.core.findings import REFUSED, described, first_line, library_error_as_finding, refusal, table
 from zero_recipes.core.tables import working
@@ -92,7 +91,6 @@ def plan(arguments: argparse.Namespace) -> int:
     quieten()
     from zero_recipes.plan import command
 
-    arguments.strategies = strategies_of(arguments)
     return command.run(arguments, arguments.overrides)
 
 
@@ -101,7 +99,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         from zero_recipes.cli.sweep import all_strategies, sweep
 
     output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
-    strategies = strategies_of(arguments) or list(STAGES)
+    strategies = arguments.strategies or list(STAGES)
     everything = strategies == ["all"]
     strategies = all_strategies() if everything else strategies
     runs = (arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)
@@ -173,15 +171,3 @@ def explain(arguments: argparse.Namespace) -> int:
     if "example" in row:
         print("", "example:", *(f"    {line}" for line in row["example"].splitlines()), sep="\n")
     return 0
-
-
-def strategies_of(arguments: argparse.Namespace) -> list[str] | None:
-    """The strategies that the command line names; None where it names none. Raises Refusal."""
-    file = arguments.config_file
-    if file is None:
-        return arguments.strategies
-    read_accelerate_file(file)
-    own = config_files().get(file.stem)
-    if own is None or not own.samefile(file):
-        raise refusal("ZR365", config_file=file, folder=FOLDER, cwd=Path.cwd())
-    return [file.stem]
