@@ -24,7 +24,7 @@ from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, config_files, launched_environment
-from zero_recipes.config.ds_config import DsConfig, read_json_mapping
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import at_hand, write_json, write_text
@@ -66,11 +66,10 @@ def sweep(
     # what it refuses here, it would refuse in every run
     with working(f"reading {recipe}"):
         settings = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings
+        refuse_own_ds_config(recipe, settings)
         environments = {name: launched_environment(config, num_processes) for name, config in configs.items()}
         ds_configs = {name: launched_ds_config(each, settings.precision)[0] for name, each in environments.items()}
     runs = runs_of(configs, ds_configs, sets, overrides)
-    if settings.deepspeed is not None:
-        refuse_own_ds_config(recipe, settings.deepspeed, runs, ds_configs)
     inputs = list(folders.inputs_of(settings, recipe, os.environ))
     refuse_results([output_dir / run.name for run in runs], settings.overwrite, inputs)
     if sets:
@@ -147,6 +146,12 @@ def launch_of_strategy(
         *(() if named else ("--save_model", "false", "--save_strategy", "no", "--save_on_signal", "false")),
         *overrides,
     ]
+
+
+def refuse_own_ds_config(recipe: Path, settings: recipes.Settings) -> None:
+    """Its runs would be refused for two DeepSpeed configurations, or train by it in a row that is called ddp."""
+    if settings.deepspeed is not None:
+        raise refusal("ZR861", recipe=recipe)
 
 
 def refuse_results(of_runs: list[Path], overwrite: bool, inputs: folders.Inputs) -> None:
@@ -305,18 +310,6 @@ def run_name(strategy: str, values: Mapping[str, Any]) -> str:
 def option_words(key: str, value: Any) -> list[str]:
     """How run_sft.py's command line gives a key of the recipe that value."""
     return [f"--{key}", *map(value_text, value)] if isinstance(value, list) else [f"--{key}={value_text(value)}"]
-
-
-def refuse_own_ds_config(
-    recipe: Path, deepspeed: str | dict, runs: Sequence[SweepRun], ds_configs: Mapping[str, dict | None]
-) -> None:
-    """Refuse a recipe or command line whose `deepspeed:` is not the ds_config of every run. Raises Refusal. Under a
-    launch without DeepSpeed it would train by its own ds_config, in a row that is called ddp."""
-    own = read_json_mapping(deepspeed)
-    others = {run.strategy for run in runs if run.ds_config is not None or ds_configs[run.strategy] != own}
-    if others:
-        named = "an inline mapping" if isinstance(deepspeed, dict) else deepspeed
-        raise refusal("ZR366", others=", ".join(sorted(others)), recipe=recipe, named=named)
 
 
 def with_values(config: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:

@@ -53,8 +53,7 @@ def tune(arguments: argparse.Namespace) -> int:
         import torch
 
         recipe = read_recipe(path, overrides)
-        if recipe.settings.deepspeed is not None:
-            raise refusal("ZR861", recipe=path)
+        sweep.refuse_own_ds_config(path, recipe.settings)
         if new.exists() and not recipe.settings.overwrite:
             raise refusal("ZR863", new=new)
         gpus = 0 if recipe.settings.use_cpu else torch.cuda.device_count()

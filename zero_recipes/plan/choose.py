@@ -168,10 +168,9 @@ def rows_of(request: PlanRequest, jobs: Sequence[Job], predict: Predict, factor:
     return [replace(row, change=change) for row, change in zip(rows, changes, strict=True)]
 
 
-def fewest_gpus(rows: Sequence[Row], with_offload: bool = True) -> int | None:
+def fewest_gpus(rows: Sequence[Row]) -> int | None:
     """The fewest GPUs on which a strategy fits."""
-    fitting = [row for row in rows if row.runs and (with_offload or not row.speed.offloading)]
-    return min((row.job.world_size for row in fitting), default=None)
+    return min((row.job.world_size for row in rows if row.runs), default=None)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,6 @@ def document(answer: Answer) -> dict[str, Any]:
         "rows": [vars(row) | {"cost": answer.price and answer.cost(row)} for row in rows],
         "not_planned": answer.excluded,
         "smallest_machine": fewest_gpus(rows),
-        "smallest_machine_without_offload": fewest_gpus(rows, with_offload=False),
         "lighter": answer.lighter,
         "bottom_line": bottom_line(answer),
         "recommendation": job,
