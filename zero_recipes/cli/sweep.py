@@ -23,7 +23,7 @@ from rich.console import Console
 from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, config_files, launched_environment
+from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, launched_environment
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.config.strategy import launched_ds_config
@@ -34,7 +34,7 @@ from zero_recipes.core.tables import plain, terminal, working
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.failure import failed_row, unfinished
 from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file
-from zero_recipes.metrics.schema import FILE, ORDER, Metrics
+from zero_recipes.metrics.schema import FILE, Metrics
 from zero_recipes.report.read import short_names, value_text
 
 END_SECONDS = 30.0  # for the processes of a run that is interrupted
@@ -125,13 +125,6 @@ def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
         row = unfinished(strategy, strategy).model_copy(update={"error": error})
         row.write(folder / FILE)
         return row
-
-
-def all_strategies() -> list[str]:
-    """Every strategy that has an accelerate file, the plain stages first. What cannot run is refused in seconds."""
-    files = {name: yaml.safe_load(path.read_text()) or {} for name, path in config_files().items()}
-    names = {name for name, launched in files.items() if launched.get("num_machines", 1) == 1}
-    return [*(name for name in ORDER if name in names), *sorted(names - {*ORDER})]
 
 
 def launch_of_strategy(

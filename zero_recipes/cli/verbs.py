@@ -96,12 +96,13 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def sweep(arguments: argparse.Namespace) -> int:
     with working(IMPORTING):
-        from zero_recipes.cli.sweep import all_strategies, sweep
+        from zero_recipes.cli.sweep import sweep
+        from zero_recipes.plan.job import EVERY
 
     output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
     strategies = arguments.strategies or list(STAGES)
     everything = strategies == ["all"]
-    strategies = all_strategies() if everything else strategies
+    strategies = EVERY if everything else strategies
     runs = (arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)
     ended = set(sweep(*runs, sets=arguments.sets).values())
     print(f"zero-recipes report {output_dir}")
