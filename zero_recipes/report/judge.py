@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 from zero_recipes.core import units
 from zero_recipes.metrics.read_runs import MeasuredRun, mean_scores
-from zero_recipes.metrics.schema import ORDER
 from zero_recipes.report import read
 from zero_recipes.report.read import texts
 
@@ -108,10 +107,6 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
         return "cannot tell", "No step is in the histories of all strategies."
     sixteen_bit = any(run.precision != "fp32" for run in trained)
     holds, measured = _within(trained, LOSS_16_BIT if sixteen_bit else LOSS_FP32)
-    stages = [run for run in trained if run.strategy in ORDER[1:]]
-    if sixteen_bit and len(stages) >= 2:
-        sentence = _within(stages, LOSS_16_BIT)[1]
-        measured += f" For DeepSpeed's stages only: {sentence[0].lower()}{sentence[1:]}"
     if any(set(run.losses) != set(steps) for run in trained):
         measured += f" Only steps {steps[0]} to {steps[-1]} are compared; some strategies have other steps, too."
     return _yes(holds), measured

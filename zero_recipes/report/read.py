@@ -184,13 +184,6 @@ class Table(NamedTuple):
     def measured(self) -> list[Column]:
         return self.memory + self.speed
 
-    @property
-    def notes(self) -> list[str]:
-        """What a reader needs to know about the columns that are shown."""
-        shown = {column.header for column in self.measured}
-        return [column["note"] for column in texts()["memory"] + texts()["speed"]
-                if "note" in column and column["header"] in shown]  # fmt: skip
-
 
 def tables(runs: Sequence[MeasuredRun]) -> list[Table]:
     """Of the comparison, of single runs and of each sweep; empty ones are left out."""
@@ -200,8 +193,10 @@ def tables(runs: Sequence[MeasuredRun]) -> list[Table]:
 
 
 def notes(runs: Sequence[MeasuredRun]) -> list[str]:
-    """The notes of all tables."""
-    return list(dict.fromkeys(note for table in tables(runs) for note in table.notes))
+    """What a reader needs to know about the columns that are shown."""
+    shown = {column.header for table in tables(runs) for column in table.measured}
+    listed = texts()["memory"] + texts()["speed"]
+    return [column["note"] for column in listed if "note" in column and column["header"] in shown]
 
 
 def runs_table(runs: Sequence[MeasuredRun], title: str = "") -> Table:
