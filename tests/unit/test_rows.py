@@ -227,7 +227,8 @@ def test_rows_of_every_form_train_as_they_are_written(tokenizer, examples):
         streams = data.draw(st.booleans())
         rows = [example.row for example in found]
         has_parts = "'type': 'text'" in str(rows)
-        kinds = ["jsonl"] if has_parts else ["jsonl", "parquet"]
+        has_booleans = "'weight': True" in str(rows)  # beside numbers, which a Parquet column cannot hold
+        kinds = ["jsonl"] if has_parts or has_booleans else ["jsonl", "parquet"]
         kind = data.draw(st.sampled_from(kinds))
         content = lines(rows) if kind == "jsonl" else parquet(rows)
         keys = {"assistant_only_loss": assistant_only, "max_length": None, "dataset_format": None}

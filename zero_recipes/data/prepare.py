@@ -206,7 +206,7 @@ def prepare_split(
 ) -> tuple[Split, list[Finding]]:
     """One split tokenised whole and as it is trained on, its counts, and what is wrong with it. Raises Refusal."""
     with library_error_as_finding(f"tokenizing the rows of {split}"):
-        audits.refuse_broken_rows(rows, tokenizer, training_args.dataset_text_field, split)
+        audits.refuse_broken_tokens(rows, tokenizer, split)
         findings = []
         if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
             tokenised = ready = rows
