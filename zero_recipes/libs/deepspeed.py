@@ -208,7 +208,78 @@ def is_stage_3(optimizer: Any) -> bool:
     return _is(optimizer, "DeepSpeedZeroOptimizer_Stage3")
 
 
-# states of a resharded checkpoint
+# masters and states, set from outside
+
+
+def set_state(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
+    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") to where it belongs. At stage
+    3 by DeepSpeed's call for a part: its safe_set_full_fp32_param (0.19.8, zero/stage3.py `set_full_hp_param`) does not
+    know that the last part is padded, and fails where the world does not divide the size."""
+    from deepspeed import utils
+
+    state = None if key == "fp32" else key  # DeepSpeed sets the master where no state is named
+    if not is_partitioned(p):
+        utils.safe_set_full_optimizer_state(p, whole, state)
+        return
+    part = torch.zeros(p.ds_tensor.numel(), dtype=whole.dtype)
+    mine = own_part(p, whole)
+    part[: mine.numel()] = mine
+    utils.safe_set_local_optimizer_state(p, part, state)
+
+
+def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a whole tensor of the shape of `p`, flat: a part at stage 3, all of them elsewhere."""
+    if not is_partitioned(p):
+        return whole.flatten()
+    start = torch.distributed.get_rank(p.ds_process_group) * p.ds_tensor.numel()
+    return whole.flatten()[start : start + p.ds_tensor.numel()]
+
+
+def set_masters(
+    optimizer, values: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]], can_be_set: bool = True
+) -> bool:
+    """Set this rank's fp32 masters, where the weights are 16-bit copies of `values` and have lost some of their bits.
+
+    `values`: of each parameter that is trained, its whole value in any dtype on any device, or None where it is not
+    known. The weights stay as they are. Returns whether every master of this rank now is the value: not where that is
+    unknown, is no longer the weight's, or lies elsewhere (`can_be_set` false, as on NVMe).
+    """
+    masters = _masters_of_stage_0(optimizer)
+    exact = True
+    for p, value in values:
+        if value is None:
+            exact = False
+            continue
+        if torch.promote_types(value.dtype, p.dtype) == p.dtype:  # its dtype holds all of it
+            continue
+        weight = own_part(p, p.data) if not is_partitioned(p) else p.ds_tensor.data
+        mine = own_part(p, value).to(weight.device)
+        rounded = mine.to(p.dtype)
+        if torch.equal(rounded.to(mine.dtype), mine):
+            continue
+        if not can_be_set or not torch.equal(rounded, weight[: mine.numel()]):
+            exact = False
+        elif id(p) in masters:
+            masters[id(p)].copy_(mine.view(masters[id(p)].shape))
+        else:
+            set_state(p, "fp32", value)
+    return exact
+
+
+def _masters_of_stage_0(optimizer) -> dict[int, torch.Tensor]:
+    """{id of a weight: its master, which is a part of a flat one where DeepSpeed's FusedAdam steps}."""
+    if _is(optimizer, "FP16_UnfusedOptimizer"):
+        masters = optimizer.fp32_groups
+    elif _is(optimizer, "FP16_Optimizer"):
+        groups = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
+        masters = [flat.split([p.numel() for p in members]) for flat, members in groups]
+    else:
+        return {}
+    found = {}
+    for members, group in zip(optimizer.fp16_groups, masters, strict=True):
+        for p, master in zip(members, group, strict=True):
+            found[id(p)] = master.detach()
+    return found
 
 
 def flat_masters(optimizer) -> list[torch.Tensor]:

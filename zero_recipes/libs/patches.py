@@ -38,14 +38,18 @@ class FreshAdamAtStage0(TrainerCallback):
     """
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if not state.global_step:
+            self.undo_step(getattr(optimizer, "optimizer", None))
+
+    @staticmethod
+    def undo_step(optimizer) -> None:
+        """Of DeepSpeed's optimizer; nothing where it is another stage's."""
         from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
         from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-        inner = getattr(optimizer, "optimizer", None)
-        if state.global_step or not isinstance(inner, (FP16_Optimizer, FP16_UnfusedOptimizer)):
-            return
-        set_adam_step(inner, 0)
-        inner.refresh_fp32_params()
+        if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+            set_adam_step(optimizer, 0)
+            optimizer.refresh_fp32_params()
 
 
 def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:

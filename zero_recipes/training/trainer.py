@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -22,11 +23,13 @@ from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import UNFINISHED, Preempted, first_line
 from zero_recipes.core.host import library_versions
 from zero_recipes.core.process import CLOCK, remember_signals, say, signalled
-from zero_recipes.distributed.group import gather_rows, once, rank_0_writes
+from zero_recipes.distributed.group import agree, gather_rows, once, rank_0_writes
 from zero_recipes.libs import fsdp, patches
+from zero_recipes.libs.deepspeed import is_partitioned, set_masters
 from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announcement
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import is_out_of_memory
+from zero_recipes.model import loaded_values
 from zero_recipes.training import samples
 from zero_recipes.training.card import write_card
 from zero_recipes.training.divergence import Diverged, StopAtDivergence, has_nonfinite_weights, not_finite
@@ -80,7 +83,6 @@ class ZeroSFTTrainer(SFTTrainer):
         with CLOCK.phase("model"), cut:
             super().__init__(*arguments, **keywords)
         self.start_of_adapter = save.start_of_adapter(self.model)
-        self.add_callback(patches.FreshAdamAtStage0())
         found = [each for each in self.callback_handler.callbacks if isinstance(each, StageMetricsCallback)]
         self.stage_metrics = found[0] if found else StageMetricsCallback()
         if not found:
@@ -162,9 +164,13 @@ class ZeroSFTTrainer(SFTTrainer):
         """Before the first step: the engine and the sample prompts. A resharded checkpoint has no files of DeepSpeed's:
         the engine is built fresh, then filled by parameter."""
         resharded = resume_from_checkpoint is not None and save.is_resharded(resume_from_checkpoint)
+        is_fresh = resume_from_checkpoint is None and self.is_deepspeed_enabled
         with CLOCK.phase("model"):
             checkpoint = None if resharded else resume_from_checkpoint
+            values = self._values_to_train() if is_fresh else []
             prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
+            if is_fresh:
+                self._begin_masters(values)
             if resharded:
                 load_resharded(self.model_wrapped, resume_from_checkpoint)
                 self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -176,6 +182,23 @@ class ZeroSFTTrainer(SFTTrainer):
         if self.is_preemptible:
             remember_signals(True)
         return prepared
+
+    def _values_to_train(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]]:
+        """(parameter, its value before DeepSpeed's engine rounds it to 16 bits; None where stage 3 has done so while
+        loading). A recipe's checkpoint is read again afterwards: kept weights would fill the memory of the host."""
+        if self.recipe_run is not None and isinstance(self.model, PreTrainedModel):
+            return loaded_values(self.model, self.recipe_run.config, self.recipe_run.run.settings)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return [(p, None if is_partitioned(p) else p.data) for p in trained]
+
+    def _begin_masters(self, values: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
+        """DeepSpeed copies its fp32 masters from the weights in 16 bits. Let them begin with the weights' own values.
+        On NVMe each of them would read and write whole groups; those that are 16 bits themselves have no room."""
+        optimizer, ds_config = self.model_wrapped.optimizer, self.stage_metrics.strategy.ds_config
+        patches.FreshAdamAtStage0.undo_step(optimizer)
+        can_be_set = not (ds_config.on_nvme or ds_config.bf16_masters)
+        exact = agree(functools.partial(set_masters, optimizer, values, can_be_set))
+        self.stage_metrics.exact_master_weights = all(exact)
 
     def _maybe_log_save_evaluate(self, *arguments, **keywords) -> None:
         """After a step: where a signal has come to any rank by its end, or while it is evaluated, the run ends here."""
