@@ -191,25 +191,19 @@ def _drawn(name: str, shape: torch.Size, seed: int, config: PretrainedConfig) ->
 def loaded_values(
     model: PreTrainedModel, config: PretrainedConfig, settings: Settings
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor | None]]:
-    """(parameter, its value as `load_model` has loaded it, before anything has rounded it to 16 bits) of each one that
-    is trained; None where the checkpoint lacks its name. Whole, on the CPU, one at a time, without a collective.
-
-    transformers reads a checkpoint again, from the mapped file. Random weights are drawn again, but for biases and
-    norms, which are 0 and 1.
-    """
-    dtype, weights = _keywords(settings)["dtype"], {}
-    if not settings.random_weights:
+    """(parameter, its whole value before anything has rounded it to 16 bits) of each one that is trained; None where
+    the checkpoint lacks it. transformers reads the checkpoint again, from the mapped file; random weights are drawn
+    again, but for biases and norms, which are 0 and 1. No collective."""
+    is_random, weights = settings.random_weights, {}
+    if not is_random:
         with dtypes_of_the_file(), without_deepspeed_announcement():
             whole, _ = _from_pretrained(config, settings)
         weights = dict(whole.named_parameters())
     for name, p in model.named_parameters():
-        is_constant = settings.random_weights and len(whole_shape(p)) < 2
-        if is_constant or not p.requires_grad:
+        shape = whole_shape(p)
+        if not p.requires_grad or (is_random and len(shape) < 2):
             continue
-        value = _drawn(name, whole_shape(p), settings.seed, config) if settings.random_weights else weights.get(name)
-        if value is not None and isinstance(dtype, torch.dtype) and dtype.itemsize < value.dtype.itemsize:
-            value = value.to(dtype)  # the recipe's, before the engine's
-        yield p, value
+        yield p, _drawn(name, shape, settings.seed, config) if is_random else weights.get(name)
 
 
 def size_of(settings: Settings) -> tuple[int, int] | None:

@@ -4,14 +4,20 @@ Where they begin with the copies, most of an optimizer step of 1e-5 is lost in t
 the grid of bf16, and an update smaller than half of its spacing changes no copy until several have added up.
 """
 
+import json
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
-from tests.helpers.tiny import arguments, write_model, write_recipe
+from tests.helpers.seeded import grid
+from tests.helpers.tiny import arguments, llama_config, write_model, write_recipe
+from zero_recipes.libs.huggingface import dtypes_of_the_file
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+SIZES = {"hidden": 256, "intermediate": 256}
 STEPS = 10
 TOLERANCE = 2e-3  # of the loss
 
@@ -19,7 +25,7 @@ TOLERANCE = 2e-3  # of the loss
 def write_masters_recipe(folder: Path, dtype: torch.dtype | None, sizes: dict[str, int], **keys) -> Path:
     """Ten steps at a learning rate of 1e-5 on a GPT-NeoX: a checkpoint of that dtype, or (None) random weights."""
     keys = {"learning_rate": 1.0e-5, "lr_scheduler_type": "constant", "max_steps": STEPS} | keys
-    recipe = write_recipe(folder, random_weights=dtype is None, **keys)
+    recipe = write_recipe(folder, **({"random_weights": dtype is None} | keys))
     write_model(folder / "model", **sizes)
     if dtype is not None:
         torch.manual_seed(0)
@@ -31,3 +37,128 @@ def write_masters_recipe(folder: Path, dtype: torch.dtype | None, sizes: dict[st
 def losses_of(group, recipe: Path, strategy: str, out: Path, *more: str) -> list[float]:
     argv = arguments(recipe, strategy, out, *more)
     return group.run("train", argv=argv)[0]["metrics"]["loss_history"]
+
+
+@pytest.fixture(scope="module", params=[None, torch.float16], ids=["random", "fp16"])
+def like_ddp(request, two, tmp_path_factory):
+    """(recipe, the losses of DDP): of random weights, and of a checkpoint in fp16."""
+    folder = tmp_path_factory.mktemp("masters")
+    recipe = write_masters_recipe(folder, request.param, SIZES)
+    return recipe, losses_of(two, recipe, "ddp", folder / "ddp")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_small_updates_are_not_lost_at_any_stage(two, like_ddp, tmp_path, strategy):
+    recipe, wanted = like_ddp
+    found = losses_of(two, recipe, strategy, tmp_path)
+    assert found == pytest.approx(wanted, rel=TOLERANCE)
+
+
+def test_they_are_lost_where_masters_begin_with_16_bit_weights(two, like_ddp, tmp_path):
+    recipe, wanted = like_ddp
+    argv = arguments(recipe, "zero2", tmp_path)
+    lost = two.run("train", argv=argv, left_out="zero_recipes.training.trainer.set_masters")[0]
+    assert lost["metrics"]["loss_history"] != pytest.approx(wanted, rel=2 * TOLERANCE)
+
+
+# where each master begins
+
+
+def beginning(group, recipe: Path, strategy: str, out: Path, *more: str) -> dict:
+    """Of each rank, where all must be the same but at the borders of partitions."""
+    found = group.run("masters_cases.beginning", argv=arguments(recipe, strategy, out, *more))
+    assert all(rank["weights"] == [] for rank in found), found
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def fp16(tmp_path_factory) -> Path:
+    """A recipe of one step on a checkpoint in fp16, whose sizes no two processes divide."""
+    return write_masters_recipe(tmp_path_factory.mktemp("fp16"), torch.float16, {}, max_steps=1)
+
+
+LORA = ("--use_peft", "true", "--lora_r", "3")
+
+
+@pytest.mark.parametrize(
+    "strategy, more",
+    [
+        ("zero0", ()),
+        grid("zero1", ()),
+        grid("zero2_offload", ()),
+        ("zero3", ()),
+        grid("zero3_offload", ()),
+        grid("zero0", LORA),
+        ("zero2", LORA),
+        ("zero3", LORA),
+        ("zero3_hpz", ()),
+    ],
+)
+def test_masters_are_the_loaded_values(two, fp16, tmp_path, strategy, more):
+    found = beginning(two, fp16, strategy, tmp_path, *more)
+    assert found["masters"] == [] and found["exact"] is True and found["trained"]
+
+
+def test_gradients_in_fp32_at_stage_1(two, fp16, tmp_path):
+    """DeepSpeed's BF16_Optimizer."""
+    config = json.loads(Path("ds_configs/zero1.json").read_text()) | {"data_types": {"grad_accum_dtype": "fp32"}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = beginning(two, fp16, "ddp", tmp_path / "out", "--deepspeed", str(tmp_path / "ds.json"))
+    assert found["masters"] == [] and found["exact"] is True
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_checkpoint_in_bf16_needs_nothing(two, tmp_path, strategy):
+    recipe = write_masters_recipe(tmp_path, torch.bfloat16, {}, max_steps=1)
+    found = beginning(two, recipe, strategy, tmp_path / "out")
+    assert found["masters"] == [] and found["exact"] is True and found["set"] == 0
+
+
+FAMILIES = {
+    "tied": llama_config(tie_word_embeddings=True),
+    "experts": MixtralConfig(
+        architectures=["MixtralForCausalLM"], vocab_size=1031, hidden_size=64, intermediate_size=32,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, bos_token_id=0,
+        eos_token_id=0, pad_token_id=1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_that_a_checkpoint_has_otherwise(two, tmp_path, family, strategy):
+    """transformers saves a tied head once, and each expert as a tensor of its own."""
+    recipe = write_masters_recipe(tmp_path, None, {}, max_steps=1, random_weights=False)
+    AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(tmp_path / "model")
+    found = beginning(two, recipe, strategy, tmp_path / "out")
+    assert found["masters"] == [] and found["exact"] is True
+
+
+@pytest.mark.parametrize("dtype, exact", [(torch.float16, False), (torch.bfloat16, True)])
+def test_masters_in_bf16_say_what_they_have_lost(two, tmp_path, dtype, exact):
+    recipe = write_masters_recipe(tmp_path, dtype, {}, max_steps=1)
+    argv = arguments(recipe, "zero2_bf16_states", tmp_path / "out")
+    assert two.run("train", argv=argv)[0]["metrics"]["exact_master_weights"] is exact
+
+
+def test_a_resumed_run_says_how_it_began_and_keeps_its_masters(two, fp16, tmp_path):
+    argv = arguments(fp16, "zero3", tmp_path, "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1")
+    whole = two.run("train", argv=argv)[0]["metrics"]
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    resumed = two.run("train", argv=[*argv, "--resume_from_checkpoint", "true"])[0]["metrics"]
+    assert resumed["resumed_at"] == [1] and resumed["exact_master_weights"] is True
+    assert resumed["loss_history"] == whole["loss_history"]
+
+
+@pytest.mark.private
+def test_transformers_casts_what_it_loads(tmp_path):
+    """Fails when `dtypes_of_the_file` has no effect any more, or from_pretrained can be asked for the file's dtypes."""
+    config = llama_config()
+    model = AutoModelForCausalLM.from_config(config).half()
+    model.lm_head.float()
+    model.save_pretrained(tmp_path)
+    cast = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert cast.lm_head.weight.dtype == torch.float16
+    with dtypes_of_the_file():
+        kept = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert {kept.lm_head.weight.dtype, kept.model.norm.weight.dtype} == {torch.float32, torch.float16}

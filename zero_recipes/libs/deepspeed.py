@@ -235,49 +235,45 @@ def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
     return whole.flatten()[start : start + p.ds_tensor.numel()]
 
 
-def set_masters(
-    optimizer, values: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]], can_be_set: bool = True
-) -> bool:
-    """Set this rank's fp32 masters, where the weights are 16-bit copies of `values` and have lost some of their bits.
+@torch.no_grad()
+def set_masters(optimizer, values: Iterable[tuple[torch.nn.Parameter, Any]], can_be_set: bool = True) -> bool:
+    """Set this rank's fp32 masters where the weights, 16-bit copies of `values`, have lost bits. The weights stay.
 
-    `values`: of each parameter that is trained, its whole value in any dtype on any device, or None where it is not
-    known. The weights stay as they are. Returns whether every master of this rank now is the value: not where that is
-    unknown, is no longer the weight's, or lies elsewhere (`can_be_set` false, as on NVMe).
+    `values`: of each trained parameter the whole tensor, None where it is not known. Returns whether all masters are
+    the values: not where one is unknown or no longer the weight's, nor where bits are lost and none `can_be_set`.
     """
-    masters = _masters_of_stage_0(optimizer)
-    exact = True
+    exact, at_stage_0 = True, _masters_at_stage_0(optimizer)
     for p, value in values:
         if value is None:
             exact = False
             continue
         if torch.promote_types(value.dtype, p.dtype) == p.dtype:  # its dtype holds all of it
             continue
-        weight = own_part(p, p.data) if not is_partitioned(p) else p.ds_tensor.data
+        weight = p.ds_tensor.data if is_partitioned(p) else p.data.flatten()
         mine = own_part(p, value).to(weight.device)
         rounded = mine.to(p.dtype)
         if torch.equal(rounded.to(mine.dtype), mine):
             continue
         if not can_be_set or not torch.equal(rounded, weight[: mine.numel()]):
             exact = False
-        elif id(p) in masters:
-            masters[id(p)].copy_(mine.view(masters[id(p)].shape))
+        elif id(p) in at_stage_0:
+            at_stage_0[id(p)].copy_(mine.view(at_stage_0[id(p)].shape))
         else:
             set_state(p, "fp32", value)
     return exact
 
 
-def _masters_of_stage_0(optimizer) -> dict[int, torch.Tensor]:
-    """{id of a weight: its master, which is a part of a flat one where DeepSpeed's FusedAdam steps}."""
+def _masters_at_stage_0(optimizer) -> dict[int, torch.Tensor]:
+    """{id of a weight: its master, with DeepSpeed's FusedAdam a part of a flat one}."""
+    masters = []
     if _is(optimizer, "FP16_UnfusedOptimizer"):
         masters = optimizer.fp32_groups
     elif _is(optimizer, "FP16_Optimizer"):
-        groups = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
-        masters = [flat.split([p.numel() for p in members]) for flat, members in groups]
-    else:
-        return {}
+        for flat, members in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+            masters.append(flat.split([p.numel() for p in members]))
     found = {}
-    for members, group in zip(optimizer.fp16_groups, masters, strict=True):
-        for p, master in zip(members, group, strict=True):
+    for number, group in enumerate(masters):
+        for p, master in zip(optimizer.fp16_groups[number], group, strict=True):
             found[id(p)] = master.detach()
     return found
 

@@ -48,15 +48,15 @@ def without_deepspeed_announcement() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dtypes_of_the_file() -> Iterator[None]:
-    """from_pretrained leaves each tensor in its file's dtype here, and so as safetensors has mapped it: it takes no
-    memory but the system's cache of the file, once for all processes of a machine.
+    """from_pretrained leaves each tensor in its file's dtype, and so as safetensors has mapped it: it takes no memory
+    but the cache of the file, which all processes of a machine share.
 
-    Private: `_materialize_copy` (transformers 5.23, core_model_loading.py), which casts all tensors to one dtype; even
-    "auto" is one, that of config.json or of the file's first tensor.
+    Private: `_materialize_copy` (transformers 5.23, core_model_loading.py), which casts all tensors to one dtype;
+    "auto" is that of config.json or of the file's first tensor.
     """
     from transformers import core_model_loading
 
-    def as_it_is(tensor, device=None, dtype=None):
+    def as_it_is(tensor, *_, **__):
         return tensor[...]
 
     with patch.object(core_model_loading, "_materialize_copy", as_it_is):

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attend
-from transformers import AttentionInterface, PreTrainedModel, TrainerCallback
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from zero_recipes.config.strategy import Strategy
@@ -25,31 +25,23 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
         patch_quantized_gradients()
 
 
-class FreshAdamAtStage0(TrainerCallback):
-    """Stage 0 in bf16 or fp16: undo the optimizer step that DeepSpeed takes before training.
+def fresh_adam_at_stage_0(optimizer) -> None:
+    """Undo the optimizer step that DeepSpeed takes at stage 0 in bf16 or fp16 before training; `optimizer` is its own.
 
-    On a fresh start Adam's step counters go back to 0 and the masters are copied from the weights again. A resumed run
-    stays as it is: its checkpoint has overwritten both.
+    Adam's step counters go back to 0 and the masters are copied from the weights again. Not for a resumed run: its
+    checkpoint has overwritten both. Nothing at other stages.
 
     Private: `refresh_fp32_params` (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py). To
     allocate Adam's states `initialize_optimizer_states` calls `optimizer.step()` with zero gradients: the bias
     correction is off in every later step, and weight decay has shrunk the fp32 masters once. Upstream:
     deepspeedai/DeepSpeed#5104, the same at stages 1 to 3.
     """
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        if not state.global_step:
-            self.undo_step(getattr(optimizer, "optimizer", None))
-
-    @staticmethod
-    def undo_step(optimizer) -> None:
-        """Of DeepSpeed's optimizer; nothing where it is another stage's."""
-        from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-        from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-
-        if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
-            set_adam_step(optimizer, 0)
-            optimizer.refresh_fp32_params()
+    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        set_adam_step(optimizer, 0)
+        optimizer.refresh_fp32_params()
 
 
 def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:

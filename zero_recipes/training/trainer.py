@@ -184,18 +184,18 @@ class ZeroSFTTrainer(SFTTrainer):
         return prepared
 
     def _values_to_train(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]]:
-        """(parameter, its value before DeepSpeed's engine rounds it to 16 bits; None where stage 3 has done so while
-        loading). A recipe's checkpoint is read again afterwards: kept weights would fill the memory of the host."""
+        """(parameter, its value before DeepSpeed's engine rounds it). A recipe's checkpoint is read again once the
+        engine is built: kept weights would fill the host's memory. Other models at stage 3 are rounded already."""
         if self.recipe_run is not None and isinstance(self.model, PreTrainedModel):
             return loaded_values(self.model, self.recipe_run.config, self.recipe_run.run.settings)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         return [(p, None if is_partitioned(p) else p.data) for p in trained]
 
     def _begin_masters(self, values: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """DeepSpeed copies its fp32 masters from the weights in 16 bits. Let them begin with the weights' own values.
-        On NVMe each of them would read and write whole groups; those that are 16 bits themselves have no room."""
+        """DeepSpeed copies fp32 masters from 16-bit weights: let them be the weights' own values. Not on NVMe, where
+        each would read and write a whole group, nor if masters are 16-bit themselves."""
         optimizer, ds_config = self.model_wrapped.optimizer, self.stage_metrics.strategy.ds_config
-        patches.FreshAdamAtStage0.undo_step(optimizer)
+        patches.fresh_adam_at_stage_0(optimizer)
         can_be_set = not (ds_config.on_nvme or ds_config.bf16_masters)
         exact = agree(functools.partial(set_masters, optimizer, values, can_be_set))
         self.stage_metrics.exact_master_weights = all(exact)
