@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
-from tests.helpers.seeded import grid
+from tests.helpers.seeded import grid, write_result
 from tests.helpers.tiny import arguments, llama_config, write_model, write_recipe
 from zero_recipes.libs.huggingface import dtypes_of_the_file
 
@@ -20,6 +20,8 @@ STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3
 SIZES = {"hidden": 256, "intermediate": 256}
 STEPS = 10
 TOLERANCE = 2e-3  # of the loss
+CHECKPOINTS = {"random": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+LEFT_OUT = "zero_recipes.training.trainer.set_masters"
 
 
 def write_masters_recipe(folder: Path, dtype: torch.dtype | None, sizes: dict[str, int], **keys) -> Path:
@@ -57,8 +59,41 @@ def test_small_updates_are_not_lost_at_any_stage(two, like_ddp, tmp_path, strate
 def test_they_are_lost_where_masters_begin_with_16_bit_weights(two, like_ddp, tmp_path):
     recipe, wanted = like_ddp
     argv = arguments(recipe, "zero2", tmp_path)
-    lost = two.run("train", argv=argv, left_out="zero_recipes.training.trainer.set_masters")[0]
+    lost = two.run("train", argv=argv, left_out=LEFT_OUT)[0]
     assert lost["metrics"]["loss_history"] != pytest.approx(wanted, rel=2 * TOLERANCE)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(3600)
+def test_the_first_losses_of_a_larger_model(two, tmp_path):
+    """Writes benchmarks/results/master_weights.json, then asserts: without the masters' own values, and with them."""
+    sizes = {"hidden": 256, "intermediate": 1024, "vocabulary": 4096, "layers": 6}
+    runs = []
+    for name, dtype in CHECKPOINTS.items():
+        recipe = write_masters_recipe(tmp_path / name, dtype, sizes)
+        for strategy in STRATEGIES:
+            for left_out in (None, LEFT_OUT):
+                if strategy == "ddp" and left_out:
+                    continue
+                argv = arguments(recipe, strategy, tmp_path / f"{name}-{strategy}-{left_out}")
+                found = two.run("train", argv=argv, left_out=left_out)[0]["metrics"]["loss_history"]
+                runs.append({"weights": name, "strategy": strategy, "own_values": left_out is None, "losses": found})
+    for run in runs:
+        ddp = next(other for other in runs if (other["weights"], other["strategy"]) == (run["weights"], "ddp"))
+        gaps = [abs(a - b) / b for a, b in zip(run["losses"], ddp["losses"], strict=True)]
+        run["gap_to_ddp"] = max(gaps)
+    document = {
+        "what": "losses of the first steps in bf16, with fp32 masters that begin with the loaded weights' own values "
+        "and with DeepSpeed's, which begin with the weights in bf16; gap_to_ddp: the largest, in shares of the loss",
+        "model": {"kind": "GPT-NeoX"} | sizes,
+        "learning_rate": 1e-5,
+        "world_size": 2,
+        "runs": runs,
+    }
+    write_result("master_weights.json", document)
+    for run in runs:
+        needs_own = run["weights"] != "bf16" and run["strategy"] != "ddp"
+        assert (run["gap_to_ddp"] <= TOLERANCE) == (run["own_values"] or not needs_own), run
 
 
 # where each master begins

@@ -264,17 +264,14 @@ def set_masters(optimizer, values: Iterable[tuple[torch.nn.Parameter, Any]], can
 
 
 def _masters_at_stage_0(optimizer) -> dict[int, torch.Tensor]:
-    """{id of a weight: its master, with DeepSpeed's FusedAdam a part of a flat one}."""
-    masters = []
-    if _is(optimizer, "FP16_UnfusedOptimizer"):
-        masters = optimizer.fp32_groups
-    elif _is(optimizer, "FP16_Optimizer"):
-        for flat, members in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
-            masters.append(flat.split([p.numel() for p in members]))
-    found = {}
-    for number, group in enumerate(masters):
-        for p, master in zip(optimizer.fp16_groups[number], group, strict=True):
-            found[id(p)] = master.detach()
+    """{id of a weight: its master}, parts of a flat one with DeepSpeed's FusedAdam; empty at other stages."""
+    found: dict[int, torch.Tensor] = {}
+    is_flat = _is(optimizer, "FP16_Optimizer")
+    if is_flat or _is(optimizer, "FP16_UnfusedOptimizer"):
+        for number, members in enumerate(optimizer.fp16_groups):
+            masters = optimizer.fp32_groups_flat if is_flat else optimizer.fp32_groups
+            sizes = [p.numel() for p in members]
+            found |= zip(map(id, members), masters[number].split(sizes) if is_flat else masters[number], strict=True)
     return found
 
 

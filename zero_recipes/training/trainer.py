@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -164,13 +164,11 @@ class ZeroSFTTrainer(SFTTrainer):
         """Before the first step: the engine and the sample prompts. A resharded checkpoint has no files of DeepSpeed's:
         the engine is built fresh, then filled by parameter."""
         resharded = resume_from_checkpoint is not None and save.is_resharded(resume_from_checkpoint)
-        is_fresh = resume_from_checkpoint is None and self.is_deepspeed_enabled
-        with CLOCK.phase("model"):
+        has_masters = self.is_deepspeed_enabled and self.stage_metrics.identity.precision != "fp32"
+        begins = has_masters and resume_from_checkpoint is None
+        with CLOCK.phase("model"), self._own_masters() if begins else contextlib.nullcontext():
             checkpoint = None if resharded else resume_from_checkpoint
-            values = self._values_to_train() if is_fresh else []
             prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
-            if is_fresh:
-                self._begin_masters(values)
             if resharded:
                 load_resharded(self.model_wrapped, resume_from_checkpoint)
                 self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -183,17 +181,19 @@ class ZeroSFTTrainer(SFTTrainer):
             remember_signals(True)
         return prepared
 
-    def _values_to_train(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]]:
-        """(parameter, its value before DeepSpeed's engine rounds it). A recipe's checkpoint is read again once the
-        engine is built: kept weights would fill the host's memory. Other models at stage 3 are rounded already."""
+    @contextlib.contextmanager
+    def _own_masters(self) -> Iterator[None]:
+        """DeepSpeed, whose engine is built within, copies fp32 masters from 16-bit weights: let them be the values
+        before that. A recipe's checkpoint is read again, since kept weights would fill the host's memory; other weights
+        are kept, unless they are rounded already. Not on NVMe, where each would read and write a whole group."""
+        values = []
+        for p in self.model.parameters():
+            if p.requires_grad:
+                is_whole = self.stage_metrics.engine is None and not is_partitioned(p)
+                values.append((p, p.data if is_whole else None))
         if self.recipe_run is not None and isinstance(self.model, PreTrainedModel):
-            return loaded_values(self.model, self.recipe_run.config, self.recipe_run.run.settings)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        return [(p, None if is_partitioned(p) else p.data) for p in trained]
-
-    def _begin_masters(self, values: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """DeepSpeed copies fp32 masters from 16-bit weights: let them be the weights' own values. Not on NVMe, where
-        each would read and write a whole group, nor if masters are 16-bit themselves."""
+            values = loaded_values(self.model, self.recipe_run.config, self.recipe_run.run.settings)
+        yield
         optimizer, ds_config = self.model_wrapped.optimizer, self.stage_metrics.strategy.ds_config
         patches.fresh_adam_at_stage_0(optimizer)
         can_be_set = not (ds_config.on_nvme or ds_config.bf16_masters)
