@@ -4,6 +4,7 @@ from unittest import mock
 
 import torch
 from deepspeed import utils
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from transformers import AutoModelForCausalLM
 
 import run_sft
@@ -54,3 +55,15 @@ def beginning(argv: list[str]) -> dict:
     trainer.accelerator.wait_for_everyone()
     exact = trainer.stage_metrics.exact_master_weights
     return found | {"trained": len(values), "set": len(calls), "exact": exact}
+
+
+def flat_masters_at_stage_0() -> dict:
+    """Whether `set_masters` finds each weight's part of the flat master that DeepSpeed's FusedAdam steps."""
+    layer = torch.nn.Linear(5, 3)
+    values = [p.detach().clone() for p in layer.parameters()]
+    layer.bfloat16()
+    adam = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.5)
+    optimizer = FP16_Optimizer(adam, low_precision_dtype=torch.bfloat16)
+    exact = internals.set_masters(optimizer, zip(layer.parameters(), values, strict=True))
+    wanted = torch.cat([value.flatten() for value in values])
+    return {"exact": exact, "same": torch.equal(optimizer.fp32_groups_flat[0], wanted)}

@@ -47,16 +47,21 @@ def without_deepspeed_announcement() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def dtypes_of_the_file() -> Iterator[None]:
+def dtypes_of_the_file(precision: str) -> Iterator[None]:
     """from_pretrained leaves each tensor in its file's dtype, and so as safetensors has mapped it: it takes no memory
-    but the cache of the file, which all processes of a machine share.
+    but the cache of the file, which all processes of a machine share. Tensors that are in `precision` ("bf16", "fp16")
+    are not read: they are on the meta device. Conversions (experts become one tensor) do copy the others.
 
     Private: `_materialize_copy` (transformers 5.23, core_model_loading.py), which casts all tensors to one dtype;
     "auto" is that of config.json or of the file's first tensor.
     """
     from transformers import core_model_loading
 
+    name, dtype = ("BF16", torch.bfloat16) if precision == "bf16" else ("F16", torch.float16)
+
     def as_it_is(tensor, *_, **__):
+        if hasattr(tensor, "get_dtype") and tensor.get_dtype() == name:
+            return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
         return tensor[...]
 
     with patch.object(core_model_loading, "_materialize_copy", as_it_is):
