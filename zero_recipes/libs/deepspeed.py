@@ -208,7 +208,7 @@ def is_stage_3(optimizer: Any) -> bool:
     return _is(optimizer, "DeepSpeedZeroOptimizer_Stage3")
 
 
-# masters and states, set from outside
+# masters and moments, set from outside
 
 
 def set_state(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
@@ -228,7 +228,7 @@ def set_state(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
 
 
 def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a whole tensor of the shape of `p`, flat: a part at stage 3, all of them elsewhere."""
+    """This rank's elements of a whole tensor of the shape of `p`, flat: all but at stage 3."""
     if not is_partitioned(p):
         return whole.flatten()
     start = torch.distributed.get_rank(p.ds_process_group) * p.ds_tensor.numel()
@@ -239,10 +239,11 @@ def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
 def set_masters(optimizer, values: Iterable[tuple[torch.nn.Parameter, Any]], can_be_set: bool = True) -> bool:
     """Set this rank's fp32 masters where the weights, 16-bit copies of `values`, have lost bits. The weights stay.
 
-    `values`: of each trained parameter the whole tensor, None where it is not known. Returns whether all masters are
-    the values: not where one is unknown or no longer the weight's, nor where bits are lost and none `can_be_set`.
+    `values`: of each trained parameter the whole tensor, None if unknown. Returns whether all masters are the values:
+    not if one is unknown or no longer the weight's, nor if bits are lost and none `can_be_set`.
     """
-    exact, at_stage_0 = True, _masters_at_stage_0(optimizer)
+    at_stage_0 = _masters_at_stage_0(optimizer)
+    exact = True
     for p, value in values:
         if value is None:
             exact = False
@@ -264,7 +265,7 @@ def set_masters(optimizer, values: Iterable[tuple[torch.nn.Parameter, Any]], can
 
 
 def _masters_at_stage_0(optimizer) -> dict[int, torch.Tensor]:
-    """{id of a weight: its master}, parts of a flat one with DeepSpeed's FusedAdam; empty at other stages."""
+    """{id of a weight: its master}, with DeepSpeed's FusedAdam a part of a flat one; {} at other stages."""
     found: dict[int, torch.Tensor] = {}
     is_flat = _is(optimizer, "FP16_Optimizer")
     if is_flat or _is(optimizer, "FP16_UnfusedOptimizer"):

@@ -48,12 +48,12 @@ def without_deepspeed_announcement() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dtypes_of_the_file(precision: str) -> Iterator[None]:
-    """from_pretrained leaves each tensor in its file's dtype, and so as safetensors has mapped it: it takes no memory
-    but the cache of the file, which all processes of a machine share. Tensors that are in `precision` ("bf16", "fp16")
-    are not read: they are on the meta device. Conversions (experts become one tensor) do copy the others.
+    """from_pretrained leaves each tensor in its file's dtype, as safetensors has mapped it: in no memory but the file's
+    cache, which all processes of a machine share, unless it is converted (experts become one tensor). Tensors in
+    `precision` ("bf16", "fp16") are not read: they are on the meta device.
 
-    Private: `_materialize_copy` (transformers 5.23, core_model_loading.py), which casts all tensors to one dtype;
-    "auto" is that of config.json or of the file's first tensor.
+    Private: `_materialize_copy` (transformers 5.23, core_model_loading.py), which casts all to one dtype, with "auto"
+    to that of config.json or of the file's first tensor.
     """
     from transformers import core_model_loading
 

@@ -26,10 +26,8 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
 
 
 def fresh_adam_at_stage_0(optimizer) -> None:
-    """Undo the optimizer step that DeepSpeed takes at stage 0 in bf16 or fp16 before training; `optimizer` is its own.
-
-    Adam's step counters go back to 0 and the masters are copied from the weights again. Not for a resumed run: its
-    checkpoint has overwritten both. Nothing at other stages.
+    """Undo the step that DeepSpeed's `optimizer` takes at stage 0 in bf16 or fp16 before training. Adam's step counters
+    go back to 0, the masters are copied from the weights again. Not for a resumed run: its checkpoint overwrote both.
 
     Private: `refresh_fp32_params` (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py). To
     allocate Adam's states `initialize_optimizer_states` calls `optimizer.step()` with zero gradients: the bias

@@ -1,8 +1,8 @@
 """Model FLOPs: what forward and backward of a model's matrix products and attention take (docs/metrics.md).
 
 PaLM, arXiv:2204.02311, appendix B: 6 FLOPs for each weight and token and 12·L·H·Q·T for attention (L layers, H heads, Q
-their width, T tokens of a row); so Megatron-LM, arXiv:2104.04473, appendix. Both count the whole square of a row's
-attention. Here a causal row counts half of it, as in FlashAttention-2, arXiv:2307.08691, section 4.1. The output layer
+their width, T tokens of a row); so Megatron-LM, arXiv:2104.04473, appendix. Both count the whole square of
+attention; here a causal row counts half of it, as in FlashAttention-2, arXiv:2307.08691, section 4.1. The output layer
 counts for every token, as in the papers; on GPUs TRL 1.16 computes it only for those with loss (trl/trainer/utils.py,
 `_fused_forward`).
 """

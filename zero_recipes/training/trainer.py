@@ -184,13 +184,11 @@ class ZeroSFTTrainer(SFTTrainer):
     @contextlib.contextmanager
     def _own_masters(self) -> Iterator[None]:
         """DeepSpeed, whose engine is built within, copies fp32 masters from 16-bit weights: let them be the values
-        before that. A recipe's checkpoint is read again, since kept weights would fill the host's memory; other weights
-        are kept, unless they are rounded already. Not on NVMe, where each would read and write a whole group."""
-        values = []
-        for p in self.model.parameters():
-            if p.requires_grad:
-                is_whole = self.stage_metrics.engine is None and not is_partitioned(p)
-                values.append((p, p.data if is_whole else None))
+        before that. A recipe's checkpoint is read again: kept weights would fill the host's memory. Other weights are
+        kept, unless they are rounded already. Not on NVMe, where each would read and write a whole group."""
+        is_first = self.stage_metrics.engine is None
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        values = [(p, p.data if is_first and not is_partitioned(p) else None) for p in trained]
         if self.recipe_run is not None and isinstance(self.model, PreTrainedModel):
             values = loaded_values(self.model, self.recipe_run.config, self.recipe_run.run.settings)
         yield
