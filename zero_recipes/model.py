@@ -191,7 +191,7 @@ def _drawn(name: str, shape: torch.Size, seed: int, config: PretrainedConfig) ->
 def loaded_values(model: PreTrainedModel, config: PretrainedConfig, settings: Settings) -> Iterator[tuple]:
     """(parameter, its whole value before anything has rounded it) of each one that is trained; None if the checkpoint
     lacks it, on the meta device if it is 16 bits itself. transformers reads the checkpoint again, from the mapped file;
-    random weights are drawn again, but for biases and norms, which are 0 and 1. No collective."""
+    random weights are drawn again, but for biases and norms, which are 0 and 1."""
     is_random, weights = settings.random_weights, {}
     if not is_random:
         with dtypes_of_the_file(settings.precision), without_deepspeed_announcement():

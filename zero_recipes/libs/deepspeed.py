@@ -236,10 +236,10 @@ def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def set_masters(optimizer, values: Iterable[tuple[torch.nn.Parameter, Any]], can_be_set: bool = True) -> bool:
+def set_masters(optimizer, values: Iterable[tuple], can_be_set: bool = True) -> bool:
     """Set this rank's fp32 masters where the weights, 16-bit copies of `values`, have lost bits. The weights stay.
 
-    `values`: of each trained parameter the whole tensor, None if unknown. Returns whether all masters are the values:
+    `values`: (trained parameter, whole tensor or None if unknown). Returns whether all masters are the values:
     not if one is unknown or no longer the weight's, nor if bits are lost and none `can_be_set`.
     """
     at_stage_0 = _masters_at_stage_0(optimizer)

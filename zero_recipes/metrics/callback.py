@@ -95,7 +95,7 @@ class StageMetricsCallback(TrainerCallback):
         self.earlier = schema.Measurements()  # of the run that wrote the checkpoint
         self.first_step = 1  # of loss_history
         self.resumed_at: list[int] = []
-        self.exact_master_weights: bool | None = None  # of an engine in 16 bits ZeroSFTTrainer knows it
+        self.exact_master_weights: bool | None = None  # ZeroSFTTrainer knows it
 
     # called by ZeroSFTTrainer
 
@@ -193,7 +193,7 @@ class StageMetricsCallback(TrainerCallback):
         if state.global_step and not self.resumed_at:
             self.load_state_dict({}, state.global_step)
         if self.identity.precision == "fp32" or not self.strategy.is_deepspeed:
-            self.exact_master_weights = True  # nobody rounds what is trained
+            self.exact_master_weights = True
         CLOCK.switch("train")
         self.started_at, total = state.global_step, state.max_steps - state.global_step
         self.warmup, self.probed = probe.steps_not_timed(total), min(1, max(0, total - 1))

@@ -164,8 +164,8 @@ class ZeroSFTTrainer(SFTTrainer):
         """Before the first step: the engine and the sample prompts. A resharded checkpoint has no files of DeepSpeed's:
         the engine is built fresh, then filled by parameter."""
         resharded = resume_from_checkpoint is not None and save.is_resharded(resume_from_checkpoint)
-        has_masters = self.is_deepspeed_enabled and self.stage_metrics.identity.precision != "fp32"
-        begins = has_masters and resume_from_checkpoint is None
+        in_16_bits = self.is_deepspeed_enabled and (self.args.bf16 or self.args.fp16)
+        begins = in_16_bits and resume_from_checkpoint is None
         with CLOCK.phase("model"), self._own_masters() if begins else contextlib.nullcontext():
             checkpoint = None if resharded else resume_from_checkpoint
             prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
@@ -184,8 +184,8 @@ class ZeroSFTTrainer(SFTTrainer):
     @contextlib.contextmanager
     def _own_masters(self) -> Iterator[None]:
         """DeepSpeed, whose engine is built within, copies fp32 masters from 16-bit weights: let them be the values
-        before that. A recipe's checkpoint is read again: kept weights would fill the host's memory. Other weights are
-        kept, unless they are rounded already. Not on NVMe, where each would read and write a whole group."""
+        before that. A recipe's checkpoint is read again, which takes no host memory; other weights are kept, unless
+        they are rounded already. Not on NVMe, where each would read and write a whole group."""
         is_first = self.stage_metrics.engine is None
         trained = [p for p in self.model.parameters() if p.requires_grad]
         values = [(p, p.data if is_first and not is_partitioned(p) else None) for p in trained]
@@ -195,8 +195,8 @@ class ZeroSFTTrainer(SFTTrainer):
         optimizer, ds_config = self.model_wrapped.optimizer, self.stage_metrics.strategy.ds_config
         patches.fresh_adam_at_stage_0(optimizer)
         can_be_set = not (ds_config.on_nvme or ds_config.bf16_masters)
-        exact = agree(functools.partial(set_masters, optimizer, values, can_be_set))
-        self.stage_metrics.exact_master_weights = all(exact)
+        every_rank = agree(functools.partial(set_masters, optimizer, values, can_be_set))
+        self.stage_metrics.exact_master_weights = all(every_rank)
 
     def _maybe_log_save_evaluate(self, *arguments, **keywords) -> None:
         """After a step: where a signal has come to any rank by its end, or while it is evaluated, the run ends here."""
