@@ -10,7 +10,7 @@ from tests.helpers.tiny import arguments, named, write_recipe
 
 
 def test_stage_0_begins_with_a_fresh_adam(two):
-    """tests/engine/test_resume.py shows that a resumed run keeps its own."""
+    """tests/engine/test_masters.py shows that a resumed run keeps its own."""
     left = two.run("fresh_adam")[0]
     assert left["fresh"] == {"steps": 0.0, "masters_are_the_weights": True}
 

@@ -179,8 +179,9 @@ def test_masters_in_bf16_say_what_they_have_lost(two, tmp_path, dtype, exact):
     assert two.run("train", argv=argv)[0]["metrics"]["exact_master_weights"] is exact
 
 
-def test_a_resumed_run_says_how_it_began_and_keeps_its_masters(two, fp16, tmp_path):
-    argv = arguments(fp16, "zero3", tmp_path, "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1")
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+def test_a_resumed_run_says_how_it_began_and_keeps_its_masters(two, fp16, tmp_path, strategy):
+    argv = arguments(fp16, strategy, tmp_path, "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1")
     whole = two.run("train", argv=argv)[0]["metrics"]
     shutil.rmtree(tmp_path / "checkpoint-2")
     resumed = two.run("train", argv=[*argv, "--resume_from_checkpoint", "true"])[0]["metrics"]
