@@ -5,18 +5,21 @@ from unittest import mock
 import torch
 from deepspeed import utils
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM
 
 import run_sft
-from tests.helpers.around import before
+from tests.helpers.around import before, without
+from tests.helpers.step_cases import unpatched
 from zero_recipes.libs import deepspeed as internals
 from zero_recipes.libs.huggingface import without_deepspeed_announcement
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
 
-def beginning(argv: list[str]) -> dict:
+def beginning(argv: list[str], patched: bool = True) -> dict:
     """Of a run's weights that are trained, before the first step: how many there are, the names of those whose master
-    is not the loaded value, and of those whose 16-bit weight is not that value rounded; how many masters were set."""
+    is not the loaded value, and of those whose 16-bit weight is not that value rounded; how many masters were set;
+    how many values bf16 cannot hold. Unless `patched`: with PEFT's own way to make an adapter."""
     values, found, calls = {}, {"masters": [], "weights": [], "set": 0}, []
 
     def remember(self, *_, **__) -> None:
@@ -50,10 +53,13 @@ def beginning(argv: list[str]) -> dict:
     set_state = internals.set_state
     counting = mock.patch.object(internals, "set_state", counted)
     remembering = before(ZeroSFTTrainer, "_prepare_for_training", remember)
-    with counting, remembering, before(ZeroSFTTrainer, "_run_epoch", compare):
+    peft = unpatched(BaseTunerLayer, "_get_base_layer_device_and_dtype", patched)
+    left_out = without(None if patched else "zero_recipes.libs.patches.keep_precision_of_new_adapters")
+    with peft, left_out, counting, remembering, before(ZeroSFTTrainer, "_run_epoch", compare):
         trainer = run_sft.train(run_sft.prepare(argv))
     trainer.accelerator.wait_for_everyone()
     exact = trainer.stage_metrics.exact_master_weights
+    found["lossy"] = sum(not torch.equal(value.bfloat16().float(), value) for value in values.values())
     return found | {"trained": len(values), "set": len(calls), "exact": exact}
 
 

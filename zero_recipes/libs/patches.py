@@ -12,7 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.libs.deepspeed import set_adam_step
+from zero_recipes.libs.deepspeed import is_partitioned, set_adam_step
 
 
 def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
@@ -21,6 +21,7 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
         patch_timeouts(ddp_timeout)
     if strategy.is_deepspeed and strategy.zero_stage == 3:
         forget_releases_with_the_trace()
+        keep_precision_of_new_adapters()
     if strategy.is_deepspeed and strategy.ds_config.quantizes_gradients:
         patch_quantized_gradients()
 
@@ -107,6 +108,26 @@ def patch_timeouts(seconds: int) -> None:
 
     new_group.unpatched = faulty
     TorchBackend.new_group = new_group
+
+
+def keep_precision_of_new_adapters() -> None:
+    """ZeRO stage 3: an adapter keeps the fp32 values that PEFT draws. Called again, it does nothing more.
+
+    Private: `_get_base_layer_device_and_dtype` (PEFT 0.21, tuners/tuners_utils.py). PEFT casts a new adapter to the
+    base's dtype, 16 bits after zero.Init, and then to fp32 again.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    faulty = BaseTunerLayer._get_base_layer_device_and_dtype
+    if hasattr(faulty, "unpatched"):
+        return
+
+    def _get_base_layer_device_and_dtype(self, base_layer):
+        device, dtype = faulty(self, base_layer)
+        return device, None if any(map(is_partitioned, base_layer.parameters())) else dtype
+
+    _get_base_layer_device_and_dtype.unpatched = faulty
+    BaseTunerLayer._get_base_layer_device_and_dtype = _get_base_layer_device_and_dtype
 
 
 def forget_releases_with_the_trace() -> None:
