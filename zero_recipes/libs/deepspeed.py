@@ -1,7 +1,6 @@
 """DeepSpeed's engine and optimizers from inside: bytes of model states, states of a resharded checkpoint, collectives.
 
-Of model states, what counts is the memory that is kept alive: whole storages, each once. Reduce buckets, gradients in
-flight and parameters that stage 3 has gathered for use are not model states; they show in the peak memory.
+docs/metrics.md says what counts as model states: memory that is kept alive.
 
 Private: the attributes of DeepSpeed's optimizers in _LAYOUTS, of its partitioned parameters (ds_id, ds_numel, ds_shape,
 ds_tensor, ds_secondary_tensor; DeepSpeed 0.19.8, runtime/zero/) and of 4-bit layers (quant_state; bitsandbytes 0.50,
@@ -9,8 +8,8 @@ nn/modules.py). No public call returns their bytes. Paths below are relative to 
 
 Private: of the optimizers of stages 1 to 3 (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py) masters,
 groups, `_optimizer_step`, `_lazy_init_hp_params_optimizer_state`, `update_lp_params`,
-`_reassign_or_swap_out_partitioned_parameters`, `checkpoint_event_epilogue`, `persistent_parameters`. A resharded
-checkpoint goes into a fresh engine by parameter; no public call fills one.
+`_reassign_or_swap_out_partitioned_parameters`, `checkpoint_event_epilogue`, `persistent_parameters`; of stage 0's
+(fp16/) groups and masters. A resharded checkpoint goes into a fresh engine by parameter; no public call fills one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
