@@ -129,6 +129,8 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
     if sixteen_bit and len(stages) >= 2:
         sentence = _within(stages, LOSS_16_BIT)[1]
         measured += f" For DeepSpeed's stages only: {sentence[0].lower()}{sentence[1:]}"
+    if rounded := [run.label for run in trained if run.exact_master_weights is False]:
+        measured += f" Master weights of {', '.join(rounded)} began rounded to 16 bits."
     if any(set(run.losses) != set(steps) for run in trained):
         measured += f" Only steps {steps[0]} to {steps[-1]} are compared; some strategies have other steps, too."
     return _yes(holds), measured

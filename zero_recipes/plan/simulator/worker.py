@@ -35,7 +35,7 @@ from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.libs.deepspeed import base_optimizer, gradient_tensors, optimizer_tensors, weight_tensors
 from zero_recipes.libs.huggingface import rows_are_cut
-from zero_recipes.libs.patches import FreshAdamAtStage0, keep_4bit_layout
+from zero_recipes.libs.patches import keep_4bit_layout
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
@@ -162,7 +162,6 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
             train_dataset=_rows(training_args, rows * job.world_size),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
             peft_config=adapter_config(job.settings),
-            callbacks=[FreshAdamAtStage0()],
         )
 
 
