@@ -212,7 +212,10 @@ def attention_as_on_cuda() -> None:
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
         if attn_mask.dtype == torch.bool:
-            attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+            # cast before it is expanded to all heads: afterwards each of them would get numbers of its own
+            lower = torch.is_autocast_enabled("gpu")
+            dtype = torch.get_autocast_dtype("gpu") if lower else query.dtype
+            attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(dtype)
         shape = (*query.shape[:3], key.shape[2])
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask.expand(shape), True, dropout_p, is_causal, scale=scale
@@ -296,6 +299,8 @@ def replace_parts_of_libraries(
 # as long as it needs it.
 # AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32, of the operators that language models call
 LOWER_PRECISION = ("addmm", "addmv", "baddbmm", "bmm", "linear", "matmul", "mm", "mv", "scaled_dot_product_attention")
+# what `attention_as_on_cuda` and `flash_attention` call in place of the last
+LOWER_PRECISION += ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 FULL_PRECISION = ("cumsum", "exp", "layer_norm", "log", "log_softmax.int", "logsumexp", "pow.Tensor_Scalar", "prod")
 FULL_PRECISION += ("rsqrt", "softmax.int", "softplus", "sum", "sum.dim_IntList", "rms_norm")
 
@@ -315,11 +320,7 @@ def set_up_autocast(dtype: torch.dtype) -> None:
     _libraries.extend([everything, own])
     enabled = torch.is_autocast_enabled  # without a name it asks about CUDA; so does PEFT
     torch.is_autocast_enabled = lambda device="gpu": enabled(device)
-
-
-def forget_copies() -> None:
-    """The forward pass has ended."""
-    _copies.clear()
+    torch.clear_autocast_cache = _copies.clear  # amp/autocast_mode.py: forward ends, or a recomputation
 
 
 def _casting(operator, dtype: torch.dtype):

@@ -193,7 +193,6 @@ class WatchedSFTTrainer(SFTTrainer):
             return super().compute_loss(model, inputs, *arguments, **keywords)
         self.watch.tracker.enter("forward")
         loss = super().compute_loss(model, inputs, *arguments, **keywords)
-        patches.forget_copies()
         self.watch.tracker.enter("backward")
         return loss
 
@@ -282,7 +281,6 @@ class Watch(TrainerCallback):
         self.tracker.enter("evaluation")
         trainer.model_wrapped.eval()
         trainer.prediction_step(trainer.model_wrapped, batch, prediction_loss_only=True)
-        patches.forget_copies()
         trainer.model_wrapped.train()
         self.tracker.enter("between")
 
