@@ -7,12 +7,13 @@ import re
 import shutil
 import struct
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from tests.helpers.plan_jobs import GB, ROOT, job, recipe, strategies
+from tests.helpers.plan_jobs import GB, H100, ROOT, job, recipe, strategies
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.arguments import parse_arguments
 from zero_recipes.cli.sweep import all_strategies
@@ -70,7 +71,7 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
     assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
     verbose = (tmp_path / "plan" / "plan.txt").read_text()
-    assert "+17.8 GB" in verbose and verbose.count(" are in the range, ") == 1
+    assert "+17.6 GB" in verbose and verbose.count(" are in the range, ") == 1
     assert "zero0: the cheapest change that fits: zero3" in verbose
 
 
@@ -182,7 +183,7 @@ def test_json_is_all_that_is_printed_and_holds_every_figure(capsys):
     found = document(capsys, "--price", "2", "--max", "--max_length", "1024")
     rows = rows_of(found)
     assert list(rows) == list(strategies())
-    three, asked = rows["zero3"], job("zero3", max_length=1024)
+    three, asked = rows["zero3"], replace(job("zero3", max_length=1024), workspace=H100.workspace_bytes)
     formulas = predict_by_formulas(asked).model_dump()
     assert three["prediction"] == formulas
     assert three["fit"]["status"] == "tight" and three["change"] is None and three["limits"]["micro_batch_size"] >= 2

@@ -21,6 +21,8 @@ from zero_recipes.theory.zero_paper import FP32, MIXED, ModelState, model_state_
 
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
 DEFAULT_LIVE = 1_000_000_000  # elements; `max_live_parameters`
+THREADS = 2  # that multiply: the one that runs forward, and autograd's
+BEFORE_TRAINING = ("model_loaded", "engine_built")  # of `memory_phases`
 NOTE = "By textbook formulas: copies in fp32 inside norms, masks and workspace of kernels are not in the numbers."
 
 
@@ -30,7 +32,9 @@ class Overheads:
 
     context: float
     communicator: float
-    cached: tuple[float, float]  # what cards show over the allocated peak: the 10th and the 90th percentile
+    own: tuple[float, float]  # what our runs reserve over the allocated peak: the least and the most
+    segments: float  # what small ones reserve beyond it
+    cached: tuple[float, float]  # what cards show of all programs: the 10th and the 90th percentile
     measured: bool  # whether a GPU showed what every run has; one GPU alone cannot show a communicator
 
     def beside_segments(self, world_size: int) -> int:
@@ -38,7 +42,13 @@ class Overheads:
         return int(self.context + (self.communicator if world_size > 1 else 0))
 
     def reserved_range(self, allocated: int, world_size: int) -> ReservedRange:
-        """What a process shows on its GPU whose tensors take `allocated` bytes at their peak, and what it needs."""
+        """What a run shows on its GPU whose tensors take `allocated` bytes at their peak, and what it needs."""
+        beside = self.beside_segments(world_size)
+        high = allocated * self.own[1] + self.segments
+        return ReservedRange(low=allocated + beside, high=int(high) + beside)
+
+    def published_range(self, allocated: int, world_size: int) -> ReservedRange:
+        """The same of anybody's program."""
         beside = self.beside_segments(world_size)
         return ReservedRange(low=allocated + beside, high=int(allocated * self.cached[1]) + beside)
 
@@ -46,7 +56,7 @@ class Overheads:
 @cache
 def overheads() -> Overheads:
     entries = package_yaml(__package__, "overheads.yaml")
-    measured = entries["context"]["measured"] and entries["cached"]["measured"]
+    measured = entries["context"]["measured"] and entries["own"]["measured"]
     return Overheads(**{name: entry["value"] for name, entry in entries.items()}, measured=measured)
 
 
@@ -273,9 +283,20 @@ class Sizes:
         return load, self.terms.on_host + copies + sum(buffers.values())
 
 
+def add_workspaces(found: dict[str, Any], size: int) -> None:
+    """cuBLAS keeps `size` bytes from the first product to the end of the run: training's peaks have them."""
+    found["allocated_peak_bytes"] += size
+    found["at_peak"]["other"] += size
+    for moments in (found.get("peaks", {}), found.get("memory_phases", {})):
+        for name in moments:
+            if name not in BEFORE_TRAINING:
+                moments[name] += size
+
+
 def prediction_of(job: Job, weights: int, saved: int, host: tuple[float, float], **found: Any) -> Prediction:
     """What formulas or the simulated engine `found`, and what follows from it. `weights`, `saved`: bytes of what trains
     and of the optimizer's states in a checkpoint; `host`: as above."""
+    add_workspaces(found, THREADS * job.workspace)
     here, (load, training) = job.ranks_per_node, host
     read = capacity.read_at_resume(weights, saved, job.zero_stage, job.world_size)
     return Prediction(

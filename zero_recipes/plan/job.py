@@ -59,6 +59,7 @@ class Job:
     world_size: int
     gpus_per_node: int
     device: str = "gpu"  # "cpu": as CPU processes over gloo hold it, to compare with a run on them
+    workspace: int = 0  # bytes of cuBLAS for each thread on the card (hardware.yaml); 0 where the card is not known
 
     @property
     def zero(self) -> DsConfig:
@@ -215,6 +216,7 @@ def job_of(
     ranks: int,
     per_node: int = 8,
     device: str = "gpu",
+    workspace: int = 0,
 ) -> Job:
     """Raises Refusal where global_batch_size cannot be made of so many ranks. `per_node`: GPUs of most machines that
     are rented; --gpus_per_node says otherwise."""
@@ -222,7 +224,8 @@ def job_of(
     accumulation = recipes.derive_accumulation(settings, recipe.explicit, ranks)
     if accumulation is not None:
         settings = settings.replace(gradient_accumulation_steps=accumulation)
-    made = Job(settings.model_name_or_path, config, settings, name, None, ranks, min(per_node, ranks), device)
+    here = min(per_node, ranks)
+    made = Job(settings.model_name_or_path, config, settings, name, None, ranks, here, device, workspace)
     return made.under(name, ds_config)
 
 
@@ -250,7 +253,10 @@ class PlanRequest:
             for strategy in self.strategies:
                 try:
                     config = self.strategies[strategy]
-                    job = job_of(self.recipe, self.config, strategy, config, count, self.gpus_per_node)
+                    workspace = self.gpu.workspace_bytes
+                    job = job_of(
+                        self.recipe, self.config, strategy, config, count, self.gpus_per_node, workspace=workspace
+                    )
                     why = self._excluded(strategy, job)
                 except Refusal as refused:  # global_batch_size cannot be made of so many ranks
                     why = refused.what
