@@ -143,7 +143,12 @@ def test_simulated_gpus(tmp_path, monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     jobs.append(replace(jobs[0], workspace=32 * 2**20))
-    found, packed, on_hopper = simulation.simulate(jobs)
+    (folder := tmp_path / "evaluated").mkdir()
+    evaluated = job_of(write_recipe(folder, models[1], EVALUATION), models[1], "zero2", 1)
+    jobs.append(replace(evaluated, device="gpu", evaluated=(16, 40)))  # 40 tokens with loss
+    found, packed, on_hopper, short = simulation.simulate(jobs)
+    buffer = 2 * 40 * 32_768  # TRL's, of the head
+    assert buffer < short.peaks["evaluation"] - short.memory_phases["step"] < 2 * buffer
     assert found.at_peak["buckets"] == 0 and found.communication_bytes_per_step == {}
     states = found.model_state_bytes
     assert (states.params, states.grads) == (4 * found.parameters, 4 * found.parameters)

@@ -34,7 +34,8 @@ def estimated(asked, rows=None, factor=None) -> cost.Speed:
 def test_computation_is_flops_at_the_share_of_the_rate_and_what_layers_read_and_write():
     fast, asked = H100.model_copy(update={"memory_gb_s": 1e9}), job("zero0", ranks=1)
     found = cost.estimate(asked, made_up(asked, GB), fast)
-    products = 1e15 / (989e12 * cost.constant("achievable"))
+    attention = 8 * 32 * 3.5 * 2 * 512**2 * 4096  # of 8 rows and 32 layers, their causal halves: 2·s²·h
+    products = (1e15 - attention) / (989e12 * cost.constant("achievable")) + attention / (989e12 * 0.33)
     assert found.computing == pytest.approx(products)
     assert found.communicating == 0 and found.tokens_per_step == 4 * 2 * 512  # one rank
     sizes = Sizes(asked, shape_of(asked.config, asked.settings))
@@ -74,6 +75,24 @@ def test_communication_is_what_the_computation_does_not_hide():
         assert seconds["zero3"] >= seconds["ddp"]
     plain, copied = job("zero3", 4, gpus_per_node=2), job("zero3_hpz", 4, gpus_per_node=2)
     assert estimated(copied).communicating < estimated(plain).communicating  # hpZ spares the network
+
+
+def test_attention_takes_as_long_as_its_kernel_on_that_card():
+    """At 64k tokens it is most of the work. Eager attention is matrix products like others."""
+    a100, b200 = gpus()["a100-80gb"], gpus()["b200-192gb"]
+
+    def computing(kernel: str | None, gpu, length: int = 65_536) -> float:
+        asked = job("fsdp2", max_length=length, per_device_train_batch_size=1, attn_implementation=kernel)
+        return cost.estimate(asked, predict_by_formulas(asked), gpu).computing
+
+    two, three = (computing(f"flash_attention_{version}", H100) for version in (2, 3))
+    assert computing("sdpa", H100) == computing(None, H100) == two > 1.4 * three
+    assert computing("flash_attention_2", b200) > 2.5 * computing("flash_attention_4", b200)
+    assert two < computing("flash_attention_2", a100) < 3.2 * two  # a third of the peak, and nearly all of it used
+    short = [computing(kernel, H100, 512) for kernel in ("flash_attention_2", "flash_attention_3")]
+    assert short[0] < 1.02 * short[1]
+    asked = job("zero3", attn_implementation="eager")
+    assert Sizes(asked, shape_of(asked.config, asked.settings)).kernel_flops() == 0
 
 
 def test_many_small_collectives_and_short_steps_cost_the_hosts_time():
@@ -143,7 +162,12 @@ def test_the_price_of_rows_of_known_lengths_by_hand(monkeypatch):
     """On one GPU, without Adam and links: 2 of 4 rows of 100 tokens, 2 of 300, in micro batches of 2."""
     asked = job("ddp", 1, per_device_train_batch_size=2, gradient_accumulation_steps=1)
     gpu = H100.model_copy(update={"memory_gb_s": 1e12})
-    known = cost.constants() | {"achievable": {"value": 0.5}, "spread": {"short passes": (1, 1), "offload": (1, 1)}}
+    alike = {"value": {"flash_attention_2": {"others": 0.5}}}
+    known = cost.constants() | {
+        "achievable": {"value": 0.5},
+        "attention": alike,
+        "spread": {"short passes": (1, 1), "offload": (1, 1)},
+    }
     monkeypatch.setattr(cost, "constants", lambda: known)
     monkeypatch.setattr(cost, "_hosting", lambda job: 0)
     prediction = predict_by_formulas(asked)
@@ -168,12 +192,15 @@ def test_rows_are_tokenised_as_a_run_does_it_or_read_as_a_run_has_prepared_them(
     settings = own.settings.replace(packing=True)
     few = rows_at_hand(settings, own.path)
     assert few.source.startswith("1,080 of 2,160 rows")
+    longest, with_loss = few.evaluated
+    assert 20 < longest < 100 and 50 < with_loss < 50 * 20  # of 50 rows, whose answers are short
     settings = settings.replace(use_cpu=True)
     args = recipes.trl_arguments(settings, own.path).training
     rows = prepare_rows(settings, args, load_tokenizer(settings))
     found = rows_at_hand(settings, own.path)
     assert found.source == "all 2,160 rows, as prepared by an earlier run"
     assert found.epoch == found.sequences == len(rows.train) and sum(found.lengths) == rows.audit.tokens
+    assert found.evaluated == few.evaluated  # there are fewer than a plan looks at
     assert len(found.lengths) == 2160 and found.mean == pytest.approx(few.mean, rel=0.02)
     for changes in ({"dataset_streaming": True}, {"dataset_name": "no-such/data-set"}, {"model_name_or_path": "no"}):
         assert isinstance(rows_at_hand(settings.replace(**changes), own.path), str)  # why they are not known

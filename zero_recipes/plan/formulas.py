@@ -6,6 +6,7 @@ Transformer Models", arXiv:2205.05198, section 4.1 and table 2, without dropout'
 in a micro batch, h hidden width, a heads, L layers, V vocabulary. Sizes are bytes of one rank.
 """
 
+import operator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -224,10 +225,10 @@ class Sizes:
     def layer(self, tokens: int) -> float:
         """One layer's activations (section 4.1: 34sbh + 5as²b, less dropout's masks, 2sbh and as²b). Eager attention
         keeps the scores, a·s²·b; fused attention keeps one fp32 sum per head and token."""
-        shape, width, is_eager = self.shape, self.width, self.settings.attn_implementation == "eager"
+        shape, width = self.shape, self.width
         attention = 2 * shape.query_width + 2 * shape.kv_width
         mlp = (3 if shape.gated else 1) * shape.ffn
-        scores = (2 * width * self.length if is_eager else 4) * shape.heads
+        scores = (2 * width * self.length if self.is_eager else 4) * shape.heads
         return tokens * (width * (attention + mlp + 2 * shape.hidden) + scores + self.inputs())
 
     def inputs(self) -> float:
@@ -254,6 +255,8 @@ class Sizes:
         phases = {"backward": backward, "step": resting | {"grads": grads, "other": self.terms.copies}}
         if settings.evaluates:
             tokens = self.tokens_of(settings.per_device_eval_batch_size)
+            if job.evaluated is not None:
+                tokens = tokens * job.evaluated[0] // self.length
             gathered = self.terms.buckets if job.zero_stage == 3 or job.is_fsdp else 0
             kept = self.layer(tokens) + self.width * tokens * shape.hidden
             phases["evaluation"] = resting | {"activations": kept, "buckets": gathered}
@@ -266,11 +269,33 @@ class Sizes:
         """Of one rank and optimizer step: what metrics/flops.py counts, and the forward pass again with recomputation.
         Eager attention computes the whole square of a row. Kernels compute the half that a causal row looks at, and in
         backward its scores once more (arXiv:2307.08691, section 3.1)."""
-        model, rows = self.shape.flops, self.tokens * self.passes / self.length
-        is_eager = self.settings.attn_implementation == "eager"
-        seen = [2 * self.length**2 if is_eager else squares(self.length, window) for window in model.attention]
+        seen = self._squares()
         again = int(self.job.recomputes)
-        return int(rows * model.of_step(self.length, seen, again, again if is_eager else again + 1 / 2))
+        attention_again = again if self.is_eager else again + 1 / 2
+        return int(self.rows * self.shape.flops.of_step(self.length, seen, again, attention_again))
+
+    def kernel_flops(self) -> float:
+        """The part of `flops` that a kernel of attention computes."""
+        if self.is_eager:
+            return 0
+        passes = 3 + int(self.job.recomputes) + 1 / 2
+        widths = self.shape.flops.attention.values()
+        return self.rows * passes * sum(map(operator.mul, widths, self._squares()))
+
+    @property
+    def is_eager(self) -> bool:
+        return self.settings.attn_implementation == "eager"
+
+    @property
+    def rows(self) -> float:
+        """Of one rank in one optimizer step."""
+        return self.tokens * self.passes / self.length
+
+    def _squares(self) -> list[float]:
+        """Of one row, by the model's windows."""
+        if self.is_eager:
+            return [2 * self.length**2 for _ in self.shape.flops.attention]
+        return [squares(self.length, window) for window in self.shape.flops.attention]
 
     def host(self) -> tuple[float, float]:
         """Of one rank, (while loading, in training): weights (below stage 3, unless the file is mapped as it is), and

@@ -60,6 +60,7 @@ class Job:
     gpus_per_node: int
     device: str = "gpu"  # "cpu": as CPU processes over gloo hold it, to compare with a run on them
     workspace: int = 0  # bytes of cuBLAS for each thread on the card (hardware.yaml); 0 where the card is not known
+    evaluated: tuple[int, int] | None = None  # RowLengths.evaluated; None: whole rows of max_length, all with loss
 
     @property
     def zero(self) -> DsConfig:
@@ -257,6 +258,7 @@ class PlanRequest:
                     job = job_of(
                         self.recipe, self.config, strategy, config, count, self.gpus_per_node, workspace=workspace
                     )
+                    job = replace(job, evaluated=self.lengths and self.lengths.evaluated)
                     why = self._excluded(strategy, job)
                 except Refusal as refused:  # global_batch_size cannot be made of so many ranks
                     why = refused.what

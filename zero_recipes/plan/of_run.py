@@ -10,7 +10,8 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from zero_recipes.config.recipe import Settings
@@ -46,6 +47,11 @@ def answer_of(question: Mapping[str, Any], predict: Predict) -> dict[str, Any]:
     try:
         config = model_config(settings)
         job = Job(settings.model_name_or_path, config, **(question["job"] | {"settings": settings}))
+        if settings.evaluates:
+            from zero_recipes.data.prepare import rows_at_hand  # imports datasets
+
+            rows = rows_at_hand(settings, Path(question["recipe"]))
+            job = replace(job, evaluated=None if isinstance(rows, str) else rows.evaluated)
         prediction = predict(job)
     except Refusal as refusal:  # the model's config is not here, or is of no class that can be built
         return {"predicted": None, "lines": [f"no plan could be made: {refusal.what}"], "findings": []}

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import importlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -196,6 +196,22 @@ def fused_head_without_temporaries() -> None:
     chunked_logprob._forward_tile = lambda *_, **__: None
     chunked_logprob._backward_tile = lambda *_, **__: None
     chunked_logprob._addmm_fp32 = lambda *_: None
+
+
+@contextlib.contextmanager
+def loss_of_some(tokens: int) -> Iterator[None]:
+    """TRL 1.16, trainer/utils.py `_fused_forward`: on a GPU the head multiplies copies of the hidden states that carry
+    loss, `tokens` in one batch; a fake mask cannot say how many."""
+    from trl.trainer import utils
+
+    def apply(hidden, weight, bias, targets, *rest):
+        some = plain.apply(hidden[:tokens].clone(), weight, bias, targets[:tokens], *rest)
+        return tuple(None if one is None else one.new_zeros(len(hidden)) for one in some)
+
+    plain = utils._ChunkedLogProbFunction
+    utils._ChunkedLogProbFunction = types.SimpleNamespace(apply=apply)
+    yield
+    utils._ChunkedLogProbFunction = plain
 
 
 def attention_as_on_cuda() -> None:

@@ -130,7 +130,13 @@ def train_two_steps(job: Job, folder: str) -> dict:
         trainer.add_callback(watch)
         trainer.train()
         if job.settings.evaluates:
-            watch.evaluate(_rows(training_args, training_args.world_size * training_args.per_device_eval_batch_size))
+            rows = training_args.world_size * training_args.per_device_eval_batch_size
+            if job.evaluated is None:
+                watch.evaluate(_rows(training_args.max_length, rows))
+            else:
+                longest, with_loss = job.evaluated
+                with patches.loss_of_some(with_loss) if on_gpu else contextlib.nullcontext():
+                    watch.evaluate(_rows(longest, rows))
         if job.settings.load_best_model_at_end and strategy.is_deepspeed:
             watch.load_best_model()
     return watch.found() | {"imports": imports}
@@ -159,16 +165,16 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
         return WatchedSFTTrainer(
             model=model,
             args=training_args,
-            train_dataset=_rows(training_args, rows * job.world_size),
+            train_dataset=_rows(training_args.max_length, rows * job.world_size),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
             peft_config=adapter_config(job.settings),
             callbacks=[FreshAdamAtStage0()],
         )
 
 
-def _rows(training_args, count: int) -> Dataset:
-    """So many tokenised rows of the recipe's full length; what they say plays no part."""
-    row = [1] * training_args.max_length
+def _rows(length: int, count: int) -> Dataset:
+    """So many tokenised rows of this length; what they say plays no part."""
+    row = [1] * length
     return Dataset.from_dict({"input_ids": [row] * count, "labels": [row] * count})
 
 
