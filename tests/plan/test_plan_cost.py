@@ -107,11 +107,17 @@ def test_many_small_collectives_and_short_steps_cost_the_hosts_time():
     kinds = [("zero3", 2, {}), ("zero3", 2, {"max_length": 64}), ("zero3", 16, {}), ("zero2_offload", 2, {})]
     words = ("long passes", "short passes", "several machines", "offload")
     assert all(word in cost.how_good(job(name, n, **v), H100) for (name, n, v), word in zip(kinds, words, strict=True))
-    assert "none of them is for" not in cost.how_good(job("zero3", 2), H100)
-    b200 = gpus()["b200-192gb"]  # long passes alone
+    a100, b200 = gpus()["a100-80gb"], gpus()["b200-192gb"]
+    assert cost.how_good(job("zero3", 2), a100).endswith("; 23 of 23 in a blind test.")
+    assert cost.how_good(job("zero3", 2), H100).endswith("; none of them is for zero3 on h100-80gb.")
     assert "none of them is for" not in cost.how_good(job("zero2", 8), b200)
-    assert cost.how_good(job("zero3", max_length=64), b200).endswith("; none of them is for b200-192gb.")
-    assert "for ZeRO++, b300-288gb." in cost.how_good(job("zero3_hpz", 16), gpus()["b300-288gb"])
+    # rows of one card and rows of one strategy are no rows of both
+    far = cost.how_good(job("fsdp2", 8, max_length=65_536), b200)
+    assert far.endswith("for fsdp2 on b200-192gb, fsdp2 on b200-192gb over rows of 16k tokens.")
+    assert cost.how_good(job("fsdp2", 8, max_length=65_536), a100).endswith(
+        "for fsdp2 on a100-80gb over rows of 16k tokens."
+    )
+    assert "for ZeRO++, zero3 on b300-288gb." in cost.how_good(job("zero3_hpz", 16), gpus()["b300-288gb"])
     one, two = (estimated(job(name, max_length=64)) for name in ("ddp", "zero3"))
     assert 1.5 * one.middle < two.middle  # stage 3's hooks
 
