@@ -1,5 +1,6 @@
 """The rows of rows.yaml (memory) and of times.yaml, and the jobs that reproduce them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def job_of_row(row: Row) -> Job:
     own = yaml.safe_load((FOLDER / "models.yaml").read_text())
     config = own.get(row["model"]) or plan_job.known_models()[row["model"]]["config"]
     config = config | {HEAD: row.get("head", "fused")} | ({KEPT: True} if row.get("keeps_inputs") else {})
-    workspace = WORKSPACES[str(row["gpu"])[:4].upper() in HOPPER]
+    workspace = WORKSPACES[str(row.get("gpu"))[:4].upper() in HOPPER]
     per_node = row.get("per_node", 8)
-    return plan_job.job_of(recipe, config, row["strategy"], ds_config, row["gpus"], per_node, workspace=workspace)
+    job = plan_job.job_of(recipe, config, row["strategy"], ds_config, row["gpus"], per_node)
+    return replace(job, workspace=workspace)

@@ -98,13 +98,14 @@ def entry(row: court.Row, job: Job, prediction: Prediction | str) -> dict[str, A
     planners."""
     if isinstance(prediction, str):
         return {"source": "none", "why": prediction}
-    device = overheads().published_range(prediction.allocated_peak_bytes, job.world_size)
+    peak, known = prediction.allocated_peak_bytes, overheads()
+    beside = known.beside_segments(job.world_size)
     return {
         "source": prediction.source,
         "parameters": prediction.parameters,
         "trainable": prediction.trainable_parameters,
-        "allocated": prediction.allocated_peak_bytes,
-        "device": {"low": device.low, "high": device.high},
+        "allocated": peak,
+        "device": {"low": peak + beside, "high": int(peak * known.cached[1]) + beside},
         "peak_phase": prediction.peak_phase,
         "at_peak": prediction.at_peak,
         "others": estimators.estimates(row, job, prediction.trainable_parameters),

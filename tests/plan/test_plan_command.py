@@ -71,7 +71,7 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
     assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
     verbose = (tmp_path / "plan" / "plan.txt").read_text()
-    assert "+17.6 GB" in verbose and verbose.count(" are in the range, ") == 1
+    assert "+17.8 GB" in verbose and verbose.count(" are in the range, ") == 1
     assert "zero0: the cheapest change that fits: zero3" in verbose
 
 

@@ -318,7 +318,7 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
 
 def _some(rows: Dataset, data: Data, args, packing: bool) -> tuple[Dataset, Dataset]:
     """At most PLANNED_ROWS of the rows, and what is trained on or evaluated of them."""
-    chosen = rows.select(range(0, len(rows), -(-len(rows) // PLANNED_ROWS)))
+    chosen = rows.select(range(0, len(rows), -(-len(rows) // PLANNED_ROWS) or 1))
     if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
         return chosen, chosen
     return chosen, finish(tokenise(chosen, data.tokenizer, args), data.tokenizer, args, packing)

@@ -6,7 +6,6 @@ Transformer Models", arXiv:2205.05198, section 4.1 and table 2, without dropout'
 in a micro batch, h hidden width, a heads, L layers, V vocabulary. Sizes are bytes of one rank.
 """
 
-import operator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ NOTE = "By textbook formulas: copies in fp32 inside norms, masks and workspace o
 class Overheads:
     """What a GPU holds beside the tensors that a plan counts: bytes, and what its allocator keeps of freed memory."""
 
-    context: float
+    context: tuple[float, float]  # the least and the most
     communicator: float
     own: tuple[float, float]  # what our runs reserve over the allocated peak: the least and the most
     segments: float  # what small ones reserve beyond it
@@ -40,18 +39,13 @@ class Overheads:
 
     def beside_segments(self, world_size: int) -> int:
         """Bytes of one GPU that the caching allocator does not know of."""
-        return int(self.context + (self.communicator if world_size > 1 else 0))
+        return int(self.context[0] + (self.communicator if world_size > 1 else 0))
 
     def reserved_range(self, allocated: int, world_size: int) -> ReservedRange:
         """What a run shows on its GPU whose tensors take `allocated` bytes at their peak, and what it needs."""
         beside = self.beside_segments(world_size)
-        high = allocated * self.own[1] + self.segments
+        high = allocated * self.own[1] + self.segments + self.context[1] - self.context[0]
         return ReservedRange(low=allocated + beside, high=int(high) + beside)
-
-    def published_range(self, allocated: int, world_size: int) -> ReservedRange:
-        """The same of anybody's program."""
-        beside = self.beside_segments(world_size)
-        return ReservedRange(low=allocated + beside, high=int(allocated * self.cached[1]) + beside)
 
 
 @cache
@@ -276,11 +270,8 @@ class Sizes:
 
     def kernel_flops(self) -> float:
         """The part of `flops` that a kernel of attention computes."""
-        if self.is_eager:
-            return 0
-        passes = 3 + int(self.job.recomputes) + 1 / 2
-        widths = self.shape.flops.attention.values()
-        return self.rows * passes * sum(map(operator.mul, widths, self._squares()))
+        again = int(self.job.recomputes) + 1 / 2
+        return 0 if self.is_eager else self.rows * self.shape.flops.of_step(0, self._squares(), 0, again)
 
     @property
     def is_eager(self) -> bool:

@@ -217,7 +217,6 @@ def job_of(
     ranks: int,
     per_node: int = 8,
     device: str = "gpu",
-    workspace: int = 0,
 ) -> Job:
     """Raises Refusal where global_batch_size cannot be made of so many ranks. `per_node`: GPUs of most machines that
     are rented; --gpus_per_node says otherwise."""
@@ -225,8 +224,7 @@ def job_of(
     accumulation = recipes.derive_accumulation(settings, recipe.explicit, ranks)
     if accumulation is not None:
         settings = settings.replace(gradient_accumulation_steps=accumulation)
-    here = min(per_node, ranks)
-    made = Job(settings.model_name_or_path, config, settings, name, None, ranks, here, device, workspace)
+    made = Job(settings.model_name_or_path, config, settings, name, None, ranks, min(per_node, ranks), device)
     return made.under(name, ds_config)
 
 
@@ -254,11 +252,9 @@ class PlanRequest:
             for strategy in self.strategies:
                 try:
                     config = self.strategies[strategy]
-                    workspace = self.gpu.workspace_bytes
-                    job = job_of(
-                        self.recipe, self.config, strategy, config, count, self.gpus_per_node, workspace=workspace
-                    )
-                    job = replace(job, evaluated=self.lengths and self.lengths.evaluated)
+                    job = job_of(self.recipe, self.config, strategy, config, count, self.gpus_per_node)
+                    evaluated = self.lengths and self.lengths.evaluated
+                    job = replace(job, workspace=self.gpu.workspace_bytes, evaluated=evaluated)
                     why = self._excluded(strategy, job)
                 except Refusal as refused:  # global_batch_size cannot be made of so many ranks
                     why = refused.what

@@ -131,12 +131,9 @@ def train_two_steps(job: Job, folder: str) -> dict:
         trainer.train()
         if job.settings.evaluates:
             rows = training_args.world_size * training_args.per_device_eval_batch_size
-            if job.evaluated is None:
-                watch.evaluate(_rows(training_args.max_length, rows))
-            else:
-                longest, with_loss = job.evaluated
-                with patches.loss_of_some(with_loss) if on_gpu else contextlib.nullcontext():
-                    watch.evaluate(_rows(longest, rows))
+            longest, with_loss = job.evaluated or (training_args.max_length, None)
+            with patches.loss_of_some(with_loss) if on_gpu and with_loss else contextlib.nullcontext():
+                watch.evaluate(_rows(longest, rows))
         if job.settings.load_best_model_at_end and strategy.is_deepspeed:
             watch.load_best_model()
     return watch.found() | {"imports": imports}
