@@ -214,7 +214,7 @@ def plan_for_small_gpus(argv: list[str], program: str, capacities: list[int]) ->
         started.append(rank())
         return planner(*arguments)
 
-    card = {"rank": rank(), "total": capacities[rank()]}
+    card = {"rank": rank(), "total": capacities[rank()], "workspace": 0}
     with (
         mock.patch.object(predicted, "PLANNER", ("-c", program)),
         mock.patch.object(predicted, "_planner", start),
