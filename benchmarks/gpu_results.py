@@ -12,6 +12,7 @@ the rows as a class of their own.
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import yaml
 from benchmarks.gpu_session import ROOT, Case, job_of_case, read_rows
 from benchmarks.throughput import NOT_TIMED, together
 from zero_recipes.core.files import write_json
-from zero_recipes.core.host import gpus
+from zero_recipes.core.host import Gpu, gpus
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.plan.cost import estimate
+from zero_recipes.plan.job import Job
 from zero_recipes.plan.predict import Predictor
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -130,17 +132,18 @@ def can_be_planned(row: Case) -> bool:
 
 def fill(document: Case, key: str, rows: list[Case]) -> None:
     """Plan these rows as a run would plan itself, and write it into them."""
-    jobs = [job_of_case(row) for row in rows]
+    card = gpus()[document["card"]]
+    jobs = [replace(job_of_case(row), workspace=card.workspace_bytes) for row in rows]
     predict = Predictor()
     predict.prepare(jobs)
     for row, job in zip(rows, jobs, strict=True):
-        row[key] = plan_of(row, predict(job), document["card"])
+        row[key] = plan_of(job, predict(job), card)
 
 
-def plan_of(row: Case, planned: Prediction, card: str) -> Case:
+def plan_of(job: Job, planned: Prediction, card: Gpu) -> Case:
     """What of a plan was measured too, and the range of a step's seconds on that card."""
     found: dict[str, Any] = {key: value for key, value in planned.model_dump(mode="json").items() if key in FROM_PLAN}
-    ends = estimate(job_of_case(row), planned, gpus()[card]).step_seconds
+    ends = estimate(job, planned, card).step_seconds
     return found | {"step_seconds": [round(end, 3) for end in ends]}
 
 

@@ -98,6 +98,13 @@ def counting(collate: Callable[[list[dict]], Batch], seen: Seen, keep_batches: b
     return counted
 
 
+class FreshAdam(TrainerCallback):
+    """What a recipe's run does at stage 0."""
+
+    def on_train_begin(self, args, state, control, optimizer=None, **keywords):
+        patches.fresh_adam_at_stage_0(getattr(optimizer, "optimizer", None))
+
+
 def of_trainer(job: dict, seen: Seen, program: str) -> None:
     """run_sft.py with the recipe, whose batches are kept, or `trl sft`: `job["trl"]` names the task (model, rows,
     learning rate), `job["trl_tuned"]` the fast settings too."""
@@ -113,7 +120,7 @@ def of_trainer(job: dict, seen: Seen, program: str) -> None:
             cases.train([str(Path(job["folder"]) / "recipe.yaml"), *argv])
         return
     # DeepSpeed's stage 0 counts a step too many (libs/patches.py); left in, the loss would be another
-    with watched(seen, patches.FreshAdamAtStage0()):
+    with watched(seen, FreshAdam()):
         sft.main(*sft.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, finding, first_line, library_error_as_finding, raise_errors, refusal
 from zero_recipes.libs.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
-from zero_recipes.libs.huggingface import other_attention, without_deepspeed_announcement
+from zero_recipes.libs.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
 from zero_recipes.libs.patches import keep_4bit_layout
 
 # what transformers reports of a load: what it would have done about it
@@ -169,11 +170,9 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
     """Fill every matrix with normal numbers (deviation: config.initializer_range) from a seed of its own name. The same
     weights under every strategy: under ZeRO stage 3 deepspeed.zero.Init draws others than the plain constructor does.
     One tensor is whole at a time; biases and norms keep the constructor's constants."""
-    deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     for name, p in model.named_parameters():
         if len(whole_shape(p)) < 2:
             continue
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
         whole = contextlib.nullcontext()
         if is_partitioned(p):
             import deepspeed
@@ -181,7 +180,29 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
             whole = deepspeed.zero.GatheredParameters(p, modifier_rank=0)
         with whole, torch.no_grad():
             if p.numel():  # under stage 3 rank 0 alone fills; the exit of the context hands it to the others
-                p.copy_(torch.empty(p.shape).normal_(0.0, deviation, generator=generator))
+                p.copy_(_drawn(name, p.shape, seed, model.config))
+
+
+def _drawn(name: str, shape: torch.Size, seed: int, config: PretrainedConfig) -> torch.Tensor:
+    deviation = getattr(config.get_text_config(), "initializer_range", 0.02)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+    return torch.empty(shape).normal_(0.0, deviation, generator=generator)
+
+
+def loaded_values(model: PreTrainedModel, config: PretrainedConfig, settings: Settings) -> Iterator[tuple]:
+    """(parameter, its whole value before anything has rounded it) of each one that is trained; None if the checkpoint
+    lacks it, on the meta device if it is 16 bits itself. transformers reads the checkpoint again, from the mapped file;
+    random weights are drawn again, but for biases and norms, which are 0 and 1."""
+    is_random, weights = settings.random_weights, {}
+    if not is_random:
+        with dtypes_of_the_file(settings.precision), without_deepspeed_announcement():
+            whole, _ = _from_pretrained(config, settings)
+        weights = dict(whole.named_parameters())
+    for name, p in model.named_parameters():
+        shape = whole_shape(p)
+        if not p.requires_grad or (is_random and len(shape) < 2):
+            continue
+        yield p, _drawn(name, shape, settings.seed, config) if is_random else weights.get(name)
 
 
 def size_of(settings: Settings) -> tuple[int, int] | None:

@@ -1,6 +1,7 @@
 """The rows of rows.yaml (memory) and of times.yaml, and the jobs that reproduce them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ ROOT = FOLDER.parents[1]
 UNITS = {"B": 1, "GB": 10**9, "GiB": 2**30, "MiB": 2**20}
 BUCKET = 50_000_000  # elements, of rows that name no other size
 HEAD, KEPT = "loss_head_of_row", "keeps_inputs_of_row"  # in a job's model config, where model classes ignore them
+WORKSPACES = (8_519_680, 33_554_432)  # core/hardware.yaml
+HOPPER = ("H100", "H200", "H800", "B200")  # and Blackwell: cards of the second
 Row = dict[str, Any]  # a row's keys: rows.yaml, times.yaml
 
 
@@ -93,4 +96,7 @@ def job_of_row(row: Row) -> Job:
     own = yaml.safe_load((FOLDER / "models.yaml").read_text())
     config = own.get(row["model"]) or plan_job.known_models()[row["model"]]["config"]
     config = config | {HEAD: row.get("head", "fused")} | ({KEPT: True} if row.get("keeps_inputs") else {})
-    return plan_job.job_of(recipe, config, row["strategy"], ds_config, row["gpus"], row.get("per_node", 8))
+    workspace = WORKSPACES[str(row.get("gpu"))[:4].upper() in HOPPER]
+    per_node = row.get("per_node", 8)
+    job = plan_job.job_of(recipe, config, row["strategy"], ds_config, row["gpus"], per_node)
+    return replace(job, workspace=workspace)

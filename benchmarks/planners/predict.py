@@ -90,20 +90,22 @@ def as_published(job: Job, prediction: Prediction) -> Prediction:
     peak = sum(at_peak.values())
     if peak <= prediction.allocated_peak_bytes:
         return prediction
-    changed = {"allocated_peak_bytes": peak, "peak_phase": phase, "at_peak": at_peak}
-    return prediction.model_copy(update=changed | {"reserved_bytes": overheads().reserved_range(peak, job.world_size)})
+    return prediction.model_copy(update={"allocated_peak_bytes": peak, "peak_phase": phase, "at_peak": at_peak})
 
 
 def entry(row: court.Row, job: Job, prediction: Prediction | str) -> dict[str, Any]:
-    """What stands in the file. `device`: with cache, context and NCCL, as planned. `others`: other planners."""
+    """What stands in the file. `device`: with context, NCCL and the cache that published readings show. `others`: other
+    planners."""
     if isinstance(prediction, str):
         return {"source": "none", "why": prediction}
+    peak, known = prediction.allocated_peak_bytes, overheads()
+    beside = known.beside_segments(job.world_size)
     return {
         "source": prediction.source,
         "parameters": prediction.parameters,
         "trainable": prediction.trainable_parameters,
-        "allocated": prediction.allocated_peak_bytes,
-        "device": {"low": prediction.reserved_bytes.low, "high": prediction.reserved_bytes.high},
+        "allocated": peak,
+        "device": {"low": peak + beside, "high": int(peak * known.cached[1]) + beside},
         "peak_phase": prediction.peak_phase,
         "at_peak": prediction.at_peak,
         "others": estimators.estimates(row, job, prediction.trainable_parameters),

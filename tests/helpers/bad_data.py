@@ -47,8 +47,9 @@ def with_row(rows: list[dict], number: int, **changes: Any) -> list[dict]:
 
 
 def parquet(rows: list[dict]) -> bytes:
+    columns = {name: None for row in rows for name in row}  # pyarrow takes the first row's alone
     buffer = io.BytesIO()
-    pa.parquet.write_table(pa.Table.from_pylist(rows), buffer)
+    pa.parquet.write_table(pa.Table.from_pylist([columns | row for row in rows]), buffer)
     return buffer.getvalue()
 
 

@@ -5,7 +5,6 @@ import os
 import shutil
 from contextlib import chdir
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import run_sft
@@ -130,28 +129,24 @@ def _tensors(value) -> list:
     return [torch.as_tensor(leaf) for leaf in tree_leaves(value) if isinstance(leaf, numbers)]
 
 
-def fresh_adam_on_resume() -> dict:
+def fresh_adam() -> dict:
     """Adam's step counter and whether the fp32 masters are the weights, though weight decay has shrunk them in
-    DeepSpeed's step before training: as DeepSpeed leaves it, and as FreshAdamAtStage0 does, on a fresh and on a resumed
-    run whose counter was 7."""
+    DeepSpeed's step before training: as DeepSpeed leaves it, and as `fresh_adam_at_stage_0` does."""
     import deepspeed
     import torch
 
-    from zero_recipes.libs.patches import FreshAdamAtStage0
+    from zero_recipes.libs.patches import fresh_adam_at_stage_0
 
     left = {}
-    for name, step in (("unpatched", None), ("fresh", 0), ("resumed", 3)):
+    for name in ("unpatched", "fresh"):
         layer = torch.nn.Linear(3, 3)
         _, optimizer, _, _ = deepspeed.initialize(
             model=layer,
             optimizer=torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.5),
             config={"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
         )
-        if step is not None:
-            for tensors in optimizer.state.values():
-                tensors["step"].fill_(7.0)
-            state = SimpleNamespace(global_step=step)
-            FreshAdamAtStage0().on_train_begin(None, state, None, optimizer=SimpleNamespace(optimizer=optimizer))
+        if name == "fresh":
+            fresh_adam_at_stage_0(optimizer)
         groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
         same = [torch.equal(m, w.float()) for masters, weights in groups for m, w in zip(masters, weights, strict=True)]
         steps = max(float(tensors["step"]) for tensors in optimizer.state.values())
@@ -219,7 +214,7 @@ def plan_for_small_gpus(argv: list[str], program: str, capacities: list[int]) ->
         started.append(rank())
         return planner(*arguments)
 
-    card = {"rank": rank(), "total": capacities[rank()]}
+    card = {"rank": rank(), "total": capacities[rank()], "workspace": 0}
     with (
         mock.patch.object(predicted, "PLANNER", ("-c", program)),
         mock.patch.object(predicted, "_planner", start),

@@ -27,7 +27,7 @@ from zero_recipes.libs.patches import patch_quantized_gradients
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 
-def train_and_look_at_swap_files(argv: list[str], disk: str) -> dict:
+def train_and_look_at_swap_files(argv: list[str], disk: str, left_out: str | None = None) -> dict:
     """`train`, with {file below DeepSpeed's swap folder: bytes} when the last step had ended, the bytes that are
     reserved to write parameters, and the output folder."""
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
@@ -44,7 +44,7 @@ def train_and_look_at_swap_files(argv: list[str], disk: str) -> dict:
     found = {"swapped": seen, "reserved": reserved, "output_dir": argv[argv.index("--output_dir") + 1]}
     seeing = mock.patch.object(Swapper, "reserve_partitioned_swap_space", see)
     with seeing, before(StageMetricsCallback, "end_steps", look):
-        return train(argv) | found
+        return train(argv, left_out) | found
 
 
 def train_on_two_nodes(argv: list[str]) -> dict:

@@ -142,10 +142,20 @@ def test_simulated_gpus(tmp_path, monkeypatch):
         jobs.append(replace(job_of(write_recipe(folder, model, keys), model, strategy, ranks), device="gpu"))
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    found, packed = simulation.simulate(jobs)
+    jobs.append(replace(jobs[0], workspace=32 * 2**20))
+    (folder := tmp_path / "evaluated").mkdir()
+    evaluated = job_of(write_recipe(folder, models[1], EVALUATION), models[1], "zero2", 1)
+    jobs.append(replace(evaluated, device="gpu", evaluated=(16, 40)))  # 40 tokens with loss
+    found, packed, on_hopper, short = simulation.simulate(jobs)
+    buffer = 2 * 40 * 32_768  # TRL's, of the head
+    assert buffer < short.peaks["evaluation"] - short.memory_phases["step"] < 2 * buffer
     assert found.at_peak["buckets"] == 0 and found.communication_bytes_per_step == {}
     states = found.model_state_bytes
     assert (states.params, states.grads) == (4 * found.parameters, 4 * found.parameters)
     assert found.reserved_bytes == overheads().reserved_range(found.allocated_peak_bytes, 1)
+    more = 2 * 32 * 2**20  # cuBLAS's, of two threads
+    assert on_hopper.allocated_peak_bytes == found.allocated_peak_bytes + more == sum(on_hopper.at_peak.values())
+    for phase, size in found.memory_phases.items():
+        assert on_hopper.memory_phases[phase] == size + (more if phase in ("forward", "backward", "step") else 0)
     params = predict_by_formulas(jobs[1]).model_state_bytes.params
     assert packed.model_state_bytes.params == pytest.approx(params, rel=0.02) and params < 1.5 * packed.parameters

@@ -4,11 +4,12 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.plan_jobs import GB, ROOT, job, recipe, strategies
+from tests.helpers.plan_jobs import GB, H100, ROOT, job, recipe, strategies
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import config_files
@@ -146,7 +147,7 @@ def test_json_is_all_that_is_printed_and_holds_every_figure(capsys):
     found = document(capsys, "--price", "2", "--max", "--max_length", "1024")
     rows = rows_of(found)
     assert list(rows) == list(strategies())
-    three, asked = rows["zero3"], job("zero3", max_length=1024)
+    three, asked = rows["zero3"], replace(job("zero3", max_length=1024), workspace=H100.workspace_bytes)
     formulas = predict_by_formulas(asked).model_dump()
     assert three["prediction"] == formulas
     assert three["fit"]["status"] == "tight" and three["change"] is None and three["limits"]["micro_batch_size"] >= 2

@@ -34,7 +34,8 @@ def estimated(asked, rows=None, factor=None) -> cost.Speed:
 def test_computation_is_flops_at_the_share_of_the_rate_and_what_layers_read_and_write():
     fast, asked = H100.model_copy(update={"memory_gb_s": 1e9}), job("zero0", ranks=1)
     found = cost.estimate(asked, made_up(asked, GB), fast)
-    products = 1e15 / (989e12 * cost.constant("achievable"))
+    attention = 8 * 32 * 3.5 * 2 * 512**2 * 4096  # of 8 rows and 32 layers, their causal halves: 2·s²·h
+    products = (1e15 - attention) / (989e12 * cost.constant("achievable")) + attention / (989e12 * 0.33)
     assert found.computing == pytest.approx(products)
     assert found.communicating == 0 and found.tokens_per_step == 4 * 2 * 512  # one rank
     sizes = Sizes(asked, shape_of(asked.config, asked.settings))
@@ -76,6 +77,24 @@ def test_communication_is_what_the_computation_does_not_hide():
     assert estimated(copied).communicating < estimated(plain).communicating  # hpZ spares the network
 
 
+def test_attention_takes_as_long_as_its_kernel_on_that_card():
+    """At 64k tokens it is most of the work. Eager attention is matrix products like others."""
+    a100, b200 = gpus()["a100-80gb"], gpus()["b200-192gb"]
+
+    def computing(kernel: str | None, gpu, length: int = 65_536) -> float:
+        asked = job("fsdp2", max_length=length, per_device_train_batch_size=1, attn_implementation=kernel)
+        return cost.estimate(asked, predict_by_formulas(asked), gpu).computing
+
+    two, three = (computing(f"flash_attention_{version}", H100) for version in (2, 3))
+    assert computing("sdpa", H100) == computing(None, H100) == two > 1.4 * three
+    assert computing("flash_attention_2", b200) > 2.5 * computing("flash_attention_4", b200)
+    assert two < computing("flash_attention_2", a100) < 3.2 * two  # a third of the peak, and nearly all of it used
+    short = [computing(kernel, H100, 512) for kernel in ("flash_attention_2", "flash_attention_3")]
+    assert short[0] < 1.02 * short[1]
+    asked = job("zero3", attn_implementation="eager")
+    assert Sizes(asked, shape_of(asked.config, asked.settings)).kernel_flops() == 0
+
+
 def test_many_small_collectives_and_short_steps_cost_the_hosts_time():
     def with_bucket(size):
         asked = job("zero2", per_device_train_batch_size=1)
@@ -88,11 +107,17 @@ def test_many_small_collectives_and_short_steps_cost_the_hosts_time():
     kinds = [("zero3", 2, {}), ("zero3", 2, {"max_length": 64}), ("zero3", 16, {}), ("zero2_offload", 2, {})]
     words = ("long passes", "short passes", "several machines", "offload")
     assert all(word in cost.how_good(job(name, n, **v), H100) for (name, n, v), word in zip(kinds, words, strict=True))
-    assert "none of them is for" not in cost.how_good(job("zero3", 2), H100)
-    b200 = gpus()["b200-192gb"]  # long passes alone
+    a100, b200 = gpus()["a100-80gb"], gpus()["b200-192gb"]
+    assert cost.how_good(job("zero3", 2), a100).endswith("; 23 of 23 in a blind test.")
+    assert cost.how_good(job("zero3", 2), H100).endswith("; none of them is for zero3 on h100-80gb.")
     assert "none of them is for" not in cost.how_good(job("zero2", 8), b200)
-    assert cost.how_good(job("zero3", max_length=64), b200).endswith("; none of them is for b200-192gb.")
-    assert "for ZeRO++, b300-288gb." in cost.how_good(job("zero3_hpz", 16), gpus()["b300-288gb"])
+    # rows of one card and rows of one strategy are no rows of both
+    far = cost.how_good(job("fsdp2", 8, max_length=65_536), b200)
+    assert far.endswith("for fsdp2 on b200-192gb, fsdp2 on b200-192gb over rows of 16k tokens.")
+    assert cost.how_good(job("fsdp2", 8, max_length=65_536), a100).endswith(
+        "for fsdp2 on a100-80gb over rows of 16k tokens."
+    )
+    assert "for ZeRO++, zero3 on b300-288gb." in cost.how_good(job("zero3_hpz", 16), gpus()["b300-288gb"])
     one, two = (estimated(job(name, max_length=64)) for name in ("ddp", "zero3"))
     assert 1.5 * one.middle < two.middle  # stage 3's hooks
 
@@ -143,7 +168,12 @@ def test_the_price_of_rows_of_known_lengths_by_hand(monkeypatch):
     """On one GPU, without Adam and links: 2 of 4 rows of 100 tokens, 2 of 300, in micro batches of 2."""
     asked = job("ddp", 1, per_device_train_batch_size=2, gradient_accumulation_steps=1)
     gpu = H100.model_copy(update={"memory_gb_s": 1e12})
-    known = cost.constants() | {"achievable": {"value": 0.5}, "spread": {"short passes": (1, 1), "offload": (1, 1)}}
+    alike = {"value": {"flash_attention_2": {"others": 0.5}}}
+    known = cost.constants() | {
+        "achievable": {"value": 0.5},
+        "attention": alike,
+        "spread": {"short passes": (1, 1), "offload": (1, 1)},
+    }
     monkeypatch.setattr(cost, "constants", lambda: known)
     monkeypatch.setattr(cost, "_hosting", lambda job: 0)
     prediction = predict_by_formulas(asked)
@@ -168,12 +198,16 @@ def test_rows_are_tokenised_as_a_run_does_it_or_read_as_a_run_has_prepared_them(
     settings = own.settings.replace(packing=True)
     few = rows_at_hand(settings, own.path)
     assert few.source.startswith("1,080 of 2,160 rows")
+    longest, with_loss = rows_at_hand(own.settings, own.path).evaluated
+    assert 20 < longest < 100 and 50 < with_loss < 50 * 20  # of 50 rows, whose answers are short
+    assert few.evaluated[0] == 256  # packed
     settings = settings.replace(use_cpu=True)
     args = recipes.trl_arguments(settings, own.path).training
     rows = prepare_rows(settings, args, load_tokenizer(settings))
     found = rows_at_hand(settings, own.path)
     assert found.source == "all 2,160 rows, as prepared by an earlier run"
     assert found.epoch == found.sequences == len(rows.train) and sum(found.lengths) == rows.audit.tokens
+    assert found.evaluated[0] == 256
     assert len(found.lengths) == 2160 and found.mean == pytest.approx(few.mean, rel=0.02)
     for changes in ({"dataset_streaming": True}, {"dataset_name": "no-such/data-set"}, {"model_name_or_path": "no"}):
         assert isinstance(rows_at_hand(settings.replace(**changes), own.path), str)  # why they are not known

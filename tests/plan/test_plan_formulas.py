@@ -260,8 +260,10 @@ def test_a_prediction_is_whole_and_a_config_of_an_unknown_class_is_refused():
     assert Prediction.model_validate_json(found.model_dump_json()) == found
     alone = predict_by_formulas(job("zero3", 1))  # has no communicator
     for one, communicator in ((found, int(known.communicator)), (alone, 0)):
-        beside = int(known.context) + communicator
-        ends = [int(one.allocated_peak_bytes * factor) + beside for factor in (1, known.cached[1])]
-        assert [one.reserved_bytes.low, one.reserved_bytes.high] == ends
+        least, most = known.context
+        beside = int(least) + communicator
+        high = int(one.allocated_peak_bytes * known.own[1] + known.segments + most - least)
+        assert one.reserved_bytes.low == one.allocated_peak_bytes + beside
+        assert one.reserved_bytes.high == high + beside
     with pytest.raises(Refusal, match=r"of the type no_such_model .*ZR199"):
         predict_by_formulas(replace(job("zero3"), config={"model_type": "no_such_model"}))

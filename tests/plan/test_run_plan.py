@@ -32,7 +32,8 @@ def answered(monkeypatch):
 
     def answer(need, strategy="zero2", compared=True, source="engine", others=0, states=None, **values):
         beside = SimpleNamespace(measured=compared, beside_segments=lambda ranks: 0)
-        monkeypatch.setattr(of_run, "overheads", lambda: beside)
+        if compared is not None:  # else as it is
+            monkeypatch.setattr(of_run, "overheads", lambda: beside)
 
         def predict(asked):
             held = None if states is None else states * GB
@@ -54,7 +55,10 @@ def answered(monkeypatch):
     [
         ({}, 90, "ZR816", "error", "zero-recipes plan recipes/pythia.yaml shows what fits"),
         ({"compared": False}, 90, "ZR816", "warning", "at least 90.0 GB on each"),
+        ({"compared": None}, 90, "ZR816", "error", "at least 90.0 GB on each"),
         ({"source": "formulas"}, 90, "ZR816", "warning", "textbook formulas"),
+        ({"name": "tiny"}, 90, "ZR816", "warning", "at least 90.0 GB on each"),  # its rows are short
+        ({"name": "tiny", "packing": True}, 90, "ZR816", "error", "at least 90.0 GB on each"),
         ({"others": 12}, 70, "ZR816", "error", "80.0 GB, 68.0 GB of it free"),
         ({"states": 81, "compared": False}, 100, "ZR840", "error", "weights 81.0 GB. A smaller batch does not"),
     ],
@@ -109,8 +113,13 @@ def test_no_plan_of_an_unknown_model_and_an_error_of_our_own_is_one(answered):
 def test_what_other_processes_use_of_a_card(monkeypatch, used, reserved, others):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (int((80 - used) * GB), 80 * GB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: int(reserved * GB))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "NVIDIA H200")
     own = overheads().beside_segments(1) if others else 0
-    assert 80 * GB - of_run.left_of(predicted.card()) == pytest.approx(others * GB - own, abs=1)
+    card = predicted.card()
+    assert 80 * GB - of_run.left_of(card) == pytest.approx(others * GB - own, abs=1)
+    assert card["workspace"] == 32 * 2**20
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a card of tomorrow")
+    assert predicted.card()["workspace"] == 0
 
 
 # the run's side, with a planner of a few lines
@@ -135,7 +144,7 @@ def run_to_plan(device: str = "cuda", **values) -> RunConfig:
 def gpu(monkeypatch):
     """A GPU whose memory is as many bytes as a test says; PLANNER answers that max_length is what a run takes."""
     monkeypatch.setattr(predicted, "PLANNER", ("-c", ANSWERS))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
 
     def of(total: int) -> None:
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (total, total))

@@ -19,11 +19,12 @@ from transformers import AutoTokenizer, Trainer
 from trl import SFTTrainer
 
 from tests.helpers.bad_data import ALPACA, BASE, CHATML, arguments, chat, lines, prepared, written
-from tests.helpers.tiny import ROOT
+from tests.helpers.tiny import ROOT, settings_with
 from zero_recipes.config.recipe import steps_by_epochs
-from zero_recipes.data import prepare
+from zero_recipes.data import forms, prepare
 from zero_recipes.data.load import apply_chat_template_file
-from zero_recipes.data.prepare import data_sha256, finish, prepare_split, tokenise
+from zero_recipes.data.masks import tokenise
+from zero_recipes.data.prepare import data_sha256, finish, prepare_split
 
 WORDS = ["The fish hums. ", "The cat barks in the cave. ", "It is red. "]
 PAIRS = [{"prompt": f"Say {i}.\n", "completion": WORDS[i % 3] * (1 + i % 9)} for i in range(40)]
@@ -55,7 +56,9 @@ def test_rows_are_those_that_sft_trainer_makes(tmp_path, monkeypatch, rows, keys
     before, data, training_args = len(tokenizer), Dataset.from_list(rows), arguments(tmp_path, **keys)
 
     templated = apply_chat_template_file(tokenizer, training_args)
-    ours = prepare_split(data, templated, training_args, training_args.packing)[0].ready
+    form = forms.recognise(forms.column_kinds(data), settings_with(dataset_format=None), None)
+    converted = forms.convert(data, form)
+    ours = prepare_split(converted, templated, training_args, training_args.packing)[0].ready
     assert len(tokenizer) == before, "SFTTrainer must still find the tokens that it adds"
 
     trainer = SFTTrainer(model=str(BASE), args=training_args, train_dataset=data, processing_class=tokenizer)

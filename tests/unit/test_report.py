@@ -151,6 +151,11 @@ def test_losses_are_judged_by_precision(tmp_path, precision, changed, factor, ex
     assert f"at step 4 between {pair} (limit" in judgement.measured
 
 
+def test_losses_name_the_runs_whose_masters_began_rounded(tmp_path):
+    changes = {name: {"exact_master_weights": name != "zero3"} for name in SPEED}
+    assert "Master weights of zero3 began rounded" in verdict(sweep(tmp_path, changes), "same loss").measured
+
+
 def test_a_resumed_run_without_history_is_compared_step_by_step_from_its_first(tmp_path):
     """Its checkpoint carried no history: its first loss is that of step 4, not of step 1."""
     resumed = {"first_step": 4, "loss_history": LOSSES[3:]}

@@ -4,7 +4,7 @@ The reference renders the template by itself, and masks by the characters of eac
 """
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers.bad_data import BASE, arguments, found_in, lines, parquet, prepared, written
 from zero_recipes.data.as_written import as_written_findings
+from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.data.masks import tokenise
 from zero_recipes.data.prepare import prepare_split
 from zero_recipes.data.samples import choose_samples, with_tokens
@@ -63,6 +64,7 @@ class Example:
     texts: tuple[str, str] | None = None  # prompt and completion
     tools: bool = False
     left_out: bool = False
+    keys: dict[str, Any] = field(default_factory=dict)  # of the recipe
 
 
 PIECES = ["fish", "Say", "red.", "<user>", "assistant", "2101", "\n", "  ", "Ünï", "語", "👩‍👧", "null"]
@@ -129,19 +131,33 @@ def conversations(draw) -> list[Example]:
 
 @st.composite
 def pairs(draw) -> list[Example]:
-    """A question and its answer, with context, history and system where they are not null."""
+    """A question and its answer, with context, history and system where they are not null; columns may be renamed."""
+    names = draw(st.sampled_from([("instruction", "output"), ("question", "answer"), ("query", "response")]))
+    renamed = draw(st.sampled_from([{}, dict(zip(names, ("ask", "reply"), strict=True))]))
     examples = []
     for _ in range(draw(st.integers(1, 4))):
         question, answer = draw(PLAIN), draw(ANSWER)
         context = draw(st.sampled_from([None, "", "The cave."]))
         history = draw(st.sampled_from([None, [], [["Who?", "A fish."]]]))
         system = draw(SYSTEM)
-        row = {"instruction": question, "input": context, "output": answer, "history": history, "system": system}
+        row = {"input": context, "history": history, "system": system}
+        row |= {renamed.get(names[0], names[0]): question, renamed.get(names[1], names[1]): answer}
         turns = [] if system is None else [Turn("system", system)]
         for asked, answered in history or []:
             turns += [Turn("user", asked), Turn("assistant", answered)]
         turns.append(Turn("user", f"{question}\n{context}" if context else question))
-        examples.append(Example(row, [*turns, Turn("assistant", answer)], is_pair=True))
+        example = Example(row, [*turns, Turn("assistant", answer)], is_pair=True, keys={"columns": renamed or None})
+        examples.append(example)
+    return examples
+
+
+@st.composite
+def alpaca(draw) -> list[Example]:
+    examples = []
+    for _ in range(draw(st.integers(1, 4))):
+        row = {"instruction": draw(PLAIN), "input": draw(st.sampled_from([None, "", "Now."])), "output": draw(ANSWER)}
+        texts = (alpaca_prompt(row["instruction"], row["input"] or ""), row["output"])
+        examples.append(Example(row | {"lang": "en"}, texts=texts, keys={"dataset_format": "alpaca"}))
     return examples
 
 
@@ -221,16 +237,17 @@ def test_rows_of_every_form_train_as_they_are_written(tokenizer, examples):
     @settings(max_examples=examples, phases=[Phase.generate])  # shrinking takes minutes
     @given(st.data())
     def holds(data):
-        found = data.draw(conversations() | pairs() | prompts_and_completions() | texts())
+        found = data.draw(conversations() | pairs() | alpaca() | prompts_and_completions() | texts())
         is_chat = found[0].turns is not None
         assistant_only = is_chat and data.draw(st.booleans())
         streams = data.draw(st.booleans())
         rows = [example.row for example in found]
         has_parts = "'type': 'text'" in str(rows)
-        kinds = ["jsonl"] if has_parts else ["jsonl", "parquet"]
+        has_booleans = "'weight': True" in str(rows)  # beside numbers, which a Parquet column cannot hold
+        kinds = ["jsonl"] if has_parts or has_booleans else ["jsonl", "parquet"]
         kind = data.draw(st.sampled_from(kinds))
         content = lines(rows) if kind == "jsonl" else parquet(rows)
-        keys = {"assistant_only_loss": assistant_only, "max_length": None, "dataset_format": None}
+        keys = {"assistant_only_loss": assistant_only, "max_length": None, "dataset_format": None} | found[0].keys
         if streams:
             keys |= {"dataset_streaming": True, "max_steps": 1}
         with tempfile.TemporaryDirectory() as folder:

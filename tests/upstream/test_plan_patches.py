@@ -131,3 +131,53 @@ def test_numbers_are_answered_as_in_a_healthy_step():
     with FakeTensorMode(), Observed():
         assert torch.empty(1).item() == 0.0 and torch.empty(1, dtype=torch.uint8).item() == 0
         assert torch.empty(1, dtype=torch.int64).item() == 1 and not torch.empty(1, dtype=torch.bool)
+
+
+AUTOCAST = """
+import json, os
+os.environ |= {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+from zero_recipes.plan.simulator.device import set_up_fake_gpu
+set_up_fake_gpu()
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from zero_recipes.plan.simulator import patches
+from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
+patches.attention_as_on_cuda()
+patches.set_up_autocast(torch.bfloat16)
+tracker, found = LiveStorages("gpu"), {}
+with FakeTensorMode(allow_non_fake_inputs=True), Observed(tracker):
+    q = 1 * torch.empty(2, 8, 64, 16, device="gpu", requires_grad=True)
+    mask = torch.ones(2, 1, 64, 64, dtype=torch.bool, device="gpu")
+    for name, masked in (("with a mask", mask), ("without", None)):
+        before = tracker.live
+        with torch.autocast("gpu", torch.bfloat16):
+            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, masked)
+        found[name] = [str(out.dtype), tracker.live - before]
+        del out
+    layer = torch.nn.Linear(64, 64, bias=False, device="gpu")
+    x = torch.empty(1, 64, device="gpu", requires_grad=True)
+    with torch.autocast("gpu", torch.bfloat16):
+        loss = checkpoint(layer, x, use_reentrant=False).sum()
+    before = tracker.live
+    loss.backward()
+    found["after backward"] = tracker.live - before
+print(json.dumps(found), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.private
+def test_autocast_keeps_what_a_gpu_keeps():
+    """Attention multiplies in 16 bits and keeps its arguments so, a mask once for all heads. Copies of weights that a
+    recomputation makes go with it."""
+    ended = subprocess.run([sys.executable, "-c", AUTOCAST], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    one = 2 * 8 * 64 * 16 * 2  # bytes of queries
+    sums, seeds = 4 * 2 * 8 * 64, 1024  # logsumexp; at most, of random numbers
+    (dtype, kept), (plain, less) = found["with a mask"], found["without"]
+    assert dtype == plain == "torch.bfloat16"
+    assert 4 * one + sums <= less <= 4 * one + sums + seeds, less  # three arguments and what comes out
+    assert kept <= less + 2 * 2 * 64 * 64 + seeds, (kept, less)
+    assert found["after backward"] == 4 * (64 * 64 + 64), found  # gradients in fp32

@@ -5,7 +5,7 @@ loads them), so that any stage and world can take them. DeepSpeed's universal ch
 (runtime/state_dict_factory.py) and gives one step counter to all groups at stage 3 (runtime/zero/stage3.py,
 `load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
 
-Layouts as DeepSpeed 0.19.8 writes them; paths are relative to deepspeed/runtime. Each rank's file holds, for each flat
+Layouts are DeepSpeed 0.19.8's, paths relative to deepspeed/runtime. Each rank's file holds, for each flat
 group, its partition of the fp32 master and of Adam's moments.
 
 - Stages 1 and 2 (zero/stage_1_and_2.py, `state_dict`): the parameters of a group lie one after another, padded where
@@ -13,10 +13,6 @@ group, its partition of the fp32 master and of Adam's moments.
   (engine.py `_get_zero_param_shapes`), which is right with round_robin_gradients too; `param_slice_mappings` is not.
 - Stage 3 (zero/stage3.py, `_rigid_state_dict`): each parameter is cut into equal partitions, ceil(elements / world)
   each, and every rank's group holds its partitions of the group's parameters one after another.
-
-What cannot be the same: the random numbers of dropout, which are drawn by rank (old rank r hands its state to the new
-ranks r, r + old world, ...); and, where the rows do not fill the last global batch of an epoch, that batch: with
-another world, accelerate repeats other rows to even out the ranks.
 """
 
 import json

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import torch
-
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import fit_findings, needs_reshard
 from zero_recipes.config.recipe import RunConfig, Settings
@@ -277,30 +275,13 @@ def load_resharded(engine, checkpoint: str | Path) -> None:
     for name, p in parameters.items():
         with safe_open(Path(checkpoint) / save.STATES / f"{name}.safetensors", "pt") as file:
             for key in ("fp32", *ADAM_STATES):
-                _set(p, key, file.get_tensor(key))
+                internals.set_state(p, key, file.get_tensor(key))
     internals.set_adam_step(optimizer, index["adam_step"])
     internals.refresh_weights(optimizer)
     for key in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, key, index["engine"][key])
     if engine.lr_scheduler is not None and index["engine"]["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(index["engine"]["lr_scheduler"])
-
-
-def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") to where it belongs. At stage
-    3 by DeepSpeed's call for a part: its safe_set_full_fp32_param (0.19.8, zero/stage3.py `set_full_hp_param`) does not
-    know that the last part is padded, and fails where the world does not divide the size."""
-    from deepspeed import utils
-
-    state = None if key == "fp32" else key  # DeepSpeed sets the master where no state is named
-    if not internals.is_partitioned(p):
-        utils.safe_set_full_optimizer_state(p, whole, state)
-        return
-    part = torch.zeros(p.ds_tensor.numel(), dtype=whole.dtype)
-    start = torch.distributed.get_rank(p.ds_process_group) * part.numel()
-    mine = whole.flatten()[start : start + part.numel()]
-    part[: mine.numel()] = mine
-    utils.safe_set_local_optimizer_state(p, part, state)
 
 
 def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any], checkpoint: str | Path) -> None:

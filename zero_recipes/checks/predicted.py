@@ -13,7 +13,7 @@ import torch
 
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
-from zero_recipes.core.host import Gpu
+from zero_recipes.core.host import Gpu, card_named
 from zero_recipes.core.process import CLOCK, local_world_size, rank
 from zero_recipes.distributed.group import agree, once
 from zero_recipes.metrics.schema import PredictedMetrics
@@ -62,6 +62,7 @@ def rehearsed(run: RunConfig, environment: Mapping[str, str], gpu: Gpu | None = 
         cards = [card(index) for index in range(here)]
     else:
         memory = {"total": gpu.memory_bytes, "free": gpu.memory_bytes, "reserved": 0}
+        memory["workspace"] = gpu.workspace_bytes
         cards = [{"rank": 0, "host": gpu.name, "ranks": run.strategy.world_size, **memory}]
     with _planner(run, environment, cards) as answer:
         return answer()[1]
@@ -76,7 +77,8 @@ def card(index: int | None = None) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(index)  # of the device: whoever uses it, this process's context included
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     own = {"rank": rank(), "host": socket.gethostname(), "ranks": ranks, "reserved": torch.cuda.memory_reserved(index)}
-    return own | {"total": total, "free": free}
+    known = card_named(torch.cuda.get_device_name(index))
+    return own | {"total": total, "free": free, "workspace": known.workspace_bytes if known else 0}
 
 
 @contextmanager
@@ -87,6 +89,7 @@ def _planner(run: RunConfig, environment: Mapping[str, str], cards: Sequence[dic
     job = {"strategy": strategy.name, "world_size": strategy.world_size, "gpus_per_node": here}
     job |= {"ds_config": None if strategy.ds_config is None else dict(strategy.ds_config.raw)}
     job |= {"settings": run.settings.as_dict(), "device": "gpu" if run.device == "cuda" else "cpu"}
+    job["workspace"] = max((card["workspace"] for card in cards), default=0)
     question = {"job": job, "recipe": str(run.recipe.path), "cards": list(cards), "seconds": SECONDS}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     own = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}

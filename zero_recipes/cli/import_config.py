@@ -150,6 +150,8 @@ def _template(draft: Draft, name: str | None, mask: str, **more: Any) -> None:
     parts, file = table("templates")[draft.source].get(name, {}) | more, draft.at.with_suffix(".jinja")
     body = "messages" if mask == "template" else "body"
     draft.put(f"loss, {draft.source}", assistant_only_loss=True, assistant_mask=mask)
+    if set(more.get("loss", ())) - {"assistant"}:  # the template marks prompts on purpose
+        draft.put(f"prompts have a loss, {draft.source}", ignore=["ZR527"])
     if name in (None, "tokenizer_default"):
         return
     if "trl" in parts:

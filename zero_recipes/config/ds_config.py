@@ -110,8 +110,7 @@ def fill_own_autos(
     zero_hpz_partition_size: the processes of one machine. nvme_path: the recipe's key, else the environment's
     ZERO_RECIPES_NVME_PATH. offload_param.buffer_size: elements of the model's largest partition (stage 3 rounds up),
     the least that DeepSpeed takes (runtime/swap_tensor/partitioned_param_swapper.py, get_buffer). Buckets, under
-    BY_MODEL, which is dropped: a transformer block or the largest tensor, within bounds that are a quarter on CPUs.
-    DeepSpeed allocates a reduce bucket whole: the smallest one where one process or LoRA has little to reduce.
+    BY_MODEL, which is dropped: docs/performance.md; the bounds are a quarter on CPUs.
     """
     filled = copy.deepcopy(dict(config))
     zero = filled.get("zero_optimization", {})

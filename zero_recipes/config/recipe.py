@@ -325,6 +325,7 @@ class RowLengths:
     sequences: float
     epoch: int | None
     source: str  # where they are from, in words
+    evaluated: tuple[int, int] | None = None  # tokens of the longest, and with loss in one batch at most
 
     @property
     def mean(self) -> float:

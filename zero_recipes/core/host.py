@@ -253,6 +253,7 @@ class Gpu(BaseModel):
     link_gb_s: Positive
     host_gb_s: Positive
     network_gb_s: Positive
+    workspace_bytes: int = 8_519_680
     source: Annotated[str, Field(min_length=1)]
 
     @property
@@ -286,7 +287,12 @@ def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
     raise refusal("ZR807", name=name, what=what, known=", ".join(known))
 
 
+def card_named(device_name: str | None) -> Gpu | None:
+    """The card that torch.cuda.get_device_name names; None where hardware.yaml does not have it."""
+    return next((gpu for gpu in gpus().values() if device_name in gpu.names), None)
+
+
 def peak_flops_of(device_name: str | None, precision: str) -> float | None:
-    """Dense FLOP/s of the card that torch.cuda.get_device_name names; None where hardware.yaml does not have it."""
-    card = next((gpu for gpu in gpus().values() if device_name in gpu.names), None)
+    """Dense FLOP/s of the card of this name; None where it is not known."""
+    card = card_named(device_name)
     return card and card.peak_flops(precision)

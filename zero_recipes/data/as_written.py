@@ -70,7 +70,7 @@ def as_written_findings(
         level = "error" if trained else "warning"
         shown = text.text.strip()[:80]
         yield finding("ZR528", level=level, count=len(lost), row=row, name=text.name, text=shown, **counts)
-    if len(other_prompts) > SLIPS * len(prompts):
+    if len(other_prompts) > max(1, SLIPS * len(prompts)):
         row, end = next(iter(other_prompts.items()))
         yield finding("ZR529", count=len(other_prompts), rows=len(prompts), split=split, row=row, end=end)
 

@@ -81,18 +81,12 @@ def drops_long_rows(training_args) -> bool:
 # what the rows say, before they are tokens
 
 
-def refuse_broken_rows(rows: Dataset, tokenizer: PreTrainedTokenizerBase, text_field: str, split: str) -> None:
-    """Refuse what trains otherwise without a message: messages without a role or content, which a template writes as
-    None or as nothing, and token ids or masks that do not fit. Raises Refusal with the row."""
+def refuse_broken_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> None:
+    """Refuse token ids and masks that do not fit, which train otherwise without a message. Raises Refusal with the
+    row."""
     if "input_ids" in rows.column_names:
         for row, name, fault in _token_faults(rows, 1 + max(tokenizer.get_vocab().values())):
             raise refusal("ZR525", row=row, split=split, name=name, fault=fault)
-        return
-    for name in _columns_read(rows, text_field):
-        is_chat = name == "messages" or isinstance(rows[0][name], list)
-        for number, value in enumerate(rows[name]):
-            if not is_chat and not isinstance(value, str):
-                raise refusal("ZR524", row=number, split=split, fault=f"{name} is {value!r}, not text")
 
 
 def _columns_read(rows: Dataset, text_field: str) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ def recognise(kinds: Mapping[str, str], settings: Settings, dataset_format: str 
     if dataset_format != "chat" and "input_ids" in present:
         return _token_ids()
     if dataset_format != "chat" and settings.dataset_text_field in kinds:
-        return Form(f"{settings.dataset_text_field}, as it is", frozenset([settings.dataset_text_field]))
+        return Form(f"{settings.dataset_text_field}, as it is", *_texts(settings.dataset_text_field))
     return _pair(kinds, bool(settings.assistant_only_loss))
 
 
@@ -133,10 +133,19 @@ def _token_ids() -> Form:
     return Form("input_ids, as they are", frozenset(TOKEN_COLUMNS))
 
 
+def _texts(*names: str) -> tuple[frozenset[str], Callable[[Row], Row]]:
+    """The columns, and what holds a row's values in them to be texts."""
+
+    def convert(row: Row) -> Row:
+        return {name: _text(row, name) for name in names}
+
+    return frozenset(names), convert
+
+
 def _prompt_and_completion(kinds: Mapping[str, str]) -> Form:
     used = frozenset(["prompt", "completion"])
     if not {"turns", "list"} & {kinds["prompt"], kinds["completion"]}:
-        return Form("prompt and completion, as text", used)
+        return Form("prompt and completion, as text", *_texts("prompt", "completion"))
 
     def convert(row: Row) -> Row:
         return {"prompt": turns_of(row, "prompt"), "completion": turns_of(row, "completion")}

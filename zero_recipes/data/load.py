@@ -5,7 +5,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,10 +123,12 @@ def _csv_columns(source: dict[str, Any]) -> list[str] | None:
         return None
     head = pandas.read_csv(files[0], nrows=1, dtype=str)
     if not isinstance(head.index, pandas.RangeIndex):
-        columns = ", ".join(head.columns)
-        wanted = "as many fields in a record as the CSV header has"
-        raise refusal("ZR508", split=files[0], columns=columns, wanted=wanted)
+        raise _unknown_columns(files[0], head.columns, "as many fields in a record as the CSV header has")
     return list(head.columns)
+
+
+def _unknown_columns(split: str, columns: Iterable[str], wanted: str) -> Refusal:
+    return refusal("ZR508", split=split, columns=", ".join(columns), wanted=wanted)
 
 
 def _sources(settings: Settings) -> list[dict[str, Any]]:
@@ -160,8 +162,7 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
     form = forms.recognise(kinds, settings, dataset_format)
     if form is None:
         raise_errors(list(forms.not_text_findings(kinds, split)))
-        wanted = WANTED.get(dataset_format, TRAINED_ON)
-        raise refusal("ZR508", split=split, columns=", ".join(sorted(kinds)), wanted=wanted)
+        raise _unknown_columns(split, sorted(kinds), WANTED.get(dataset_format, TRAINED_ON))
     if settings.assistant_only_loss and not form.turns:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(kinds))
     unread = forms.unread(kinds, form)

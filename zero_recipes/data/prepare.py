@@ -206,7 +206,7 @@ def prepare_split(
 ) -> tuple[Split, list[Finding]]:
     """One split tokenised whole and as it is trained on, its counts, and what is wrong with it. Raises Refusal."""
     with library_error_as_finding(f"tokenizing the rows of {split}"):
-        audits.refuse_broken_rows(rows, tokenizer, training_args.dataset_text_field, split)
+        audits.refuse_broken_tokens(rows, tokenizer, split)
         findings = []
         if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
             tokenised = ready = rows
@@ -324,15 +324,40 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
     args = recipes.trl_arguments(settings, path).training
     data = read_data(settings, load.load_tokenizer(settings))
     rows, folder = data.train, _folder(data, args)
+    evaluates = settings.evaluates and isinstance(data.evaluation, Dataset)
     if (folder / "audit.json").is_file():
-        ready = datasets.load_from_disk(folder)["train"]
-        return _of_prepared(ready, f"all {len(rows):,} rows, as prepared by an earlier run")
-    ready = chosen = rows.select(range(0, len(rows), -(-len(rows) // PLANNED_ROWS)))
-    if not (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        ready = finish(masks.tokenise(chosen, data.tokenizer, args), data.tokenizer, args, args.packing)
+        kept = datasets.load_from_disk(folder)
+        found = _of_prepared(kept["train"], f"all {len(rows):,} rows, as prepared by an earlier run")
+        return replace(found, evaluated=_evaluated(kept["eval"], args)) if evaluates else found
+    chosen, ready = _some(rows, data, args, args.packing)
+    evaluated = None
+    if evaluates:
+        packs = args.packing if args.eval_packing is None else args.eval_packing
+        _, some = _some(data.evaluation, data, args, packs)
+        evaluated = _evaluated(some, args)
     epoch = round(len(ready) * len(rows) / len(chosen))
     whole = f"all {len(rows):,} rows" if len(chosen) == len(rows) else f"{len(chosen):,} of {len(rows):,} rows"
-    return replace(_of_prepared(ready, f"{whole} tokenised"), epoch=epoch)
+    return replace(_of_prepared(ready, f"{whole} tokenised"), epoch=epoch, evaluated=evaluated)
+
+
+def _some(rows: Dataset, data: Data, args, packing: bool) -> tuple[Dataset, Dataset]:
+    """At most PLANNED_ROWS of the rows, and what is trained on or evaluated of them."""
+    chosen = rows.select(range(0, len(rows), -(-len(rows) // PLANNED_ROWS) or 1))
+    if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return chosen, chosen
+    return chosen, finish(masks.tokenise(chosen, data.tokenizer, args), data.tokenizer, args, packing)
+
+
+def _evaluated(ready: Dataset, args) -> tuple[int, int]:
+    """RowLengths.evaluated: the rows with most loss may meet in one batch."""
+    lengths, with_loss = [0], [0]
+    for _, labels, ends in audits.token_batches(ready):
+        before = np.concatenate([[0], np.cumsum(labels != -100)])
+        last = np.cumsum(ends)
+        with_loss += (before[last] - before[last - ends]).tolist()
+        lengths += ends.tolist()
+    most = sorted(with_loss, reverse=True)[: args.per_device_eval_batch_size]
+    return max(lengths), sum(most)
 
 
 def _of_prepared(ready: Dataset, source: str) -> RowLengths:

@@ -1,7 +1,6 @@
 """DeepSpeed's engine and optimizers from inside: bytes of model states, states of a resharded checkpoint, collectives.
 
-Of model states, what counts is the memory that is kept alive: whole storages, each once. Reduce buckets, gradients in
-flight and parameters that stage 3 has gathered for use are not model states; they show in the peak memory.
+docs/metrics.md says what counts as model states: memory that is kept alive.
 
 Private: the attributes of DeepSpeed's optimizers in _LAYOUTS, of its partitioned parameters (ds_id, ds_numel, ds_shape,
 ds_tensor, ds_secondary_tensor; DeepSpeed 0.19.8, runtime/zero/) and of 4-bit layers (quant_state; bitsandbytes 0.50,
@@ -9,8 +8,8 @@ nn/modules.py). No public call returns their bytes. Paths below are relative to 
 
 Private: of the optimizers of stages 1 to 3 (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py) masters,
 groups, `_optimizer_step`, `_lazy_init_hp_params_optimizer_state`, `update_lp_params`,
-`_reassign_or_swap_out_partitioned_parameters`, `checkpoint_event_epilogue`, `persistent_parameters`. A resharded
-checkpoint goes into a fresh engine by parameter; no public call fills one.
+`_reassign_or_swap_out_partitioned_parameters`, `checkpoint_event_epilogue`, `persistent_parameters`; of stage 0's
+(fp16/) groups and masters. A resharded checkpoint goes into a fresh engine by parameter; no public call fills one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -208,7 +207,72 @@ def is_stage_3(optimizer: Any) -> bool:
     return _is(optimizer, "DeepSpeedZeroOptimizer_Stage3")
 
 
-# states of a resharded checkpoint
+# masters and moments, set from outside
+
+
+def set_state(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
+    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") to where it belongs. At stage
+    3 by DeepSpeed's call for a part: its safe_set_full_fp32_param (0.19.8, zero/stage3.py `set_full_hp_param`) does not
+    know that the last part is padded, and fails where the world does not divide the size."""
+    from deepspeed import utils
+
+    state = None if key == "fp32" else key  # DeepSpeed sets the master where no state is named
+    if not is_partitioned(p):
+        utils.safe_set_full_optimizer_state(p, whole, state)
+        return
+    part = torch.zeros(p.ds_tensor.numel(), dtype=whole.dtype)
+    mine = own_part(p, whole)
+    part[: mine.numel()] = mine
+    utils.safe_set_local_optimizer_state(p, part, state)
+
+
+def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a whole tensor of the shape of `p`, flat: all but at stage 3."""
+    if not is_partitioned(p):
+        return whole.flatten()
+    start = torch.distributed.get_rank(p.ds_process_group) * p.ds_tensor.numel()
+    return whole.flatten()[start : start + p.ds_tensor.numel()]
+
+
+@torch.no_grad()
+def set_masters(optimizer, values: Iterable[tuple], can_be_set: bool = True) -> bool:
+    """Set this rank's fp32 masters where the weights, 16-bit copies of `values`, have lost bits. The weights stay.
+
+    `values`: (trained parameter, whole tensor or None if unknown). Returns whether all masters are the values:
+    not if one is unknown or no longer the weight's, nor if bits are lost and none `can_be_set`.
+    """
+    at_stage_0 = _masters_at_stage_0(optimizer)
+    exact = True
+    for p, value in values:
+        if value is None:
+            exact = False
+            continue
+        if torch.promote_types(value.dtype, p.dtype) == p.dtype:  # its dtype holds all of it
+            continue
+        weight = p.ds_tensor.data if is_partitioned(p) else p.data.flatten()
+        mine = own_part(p, value).to(weight.device)
+        rounded = mine.to(p.dtype)
+        if torch.equal(rounded.to(mine.dtype), mine):
+            continue
+        if not can_be_set or not torch.equal(rounded, weight[: mine.numel()]):
+            exact = False
+        elif id(p) in at_stage_0:
+            at_stage_0[id(p)].copy_(mine.view(at_stage_0[id(p)].shape))
+        else:
+            set_state(p, "fp32", value)
+    return exact
+
+
+def _masters_at_stage_0(optimizer) -> dict[int, torch.Tensor]:
+    """{id of a weight: its master}, with DeepSpeed's FusedAdam a part of a flat one; {} at other stages."""
+    found: dict[int, torch.Tensor] = {}
+    is_flat = _is(optimizer, "FP16_Optimizer")
+    if is_flat or _is(optimizer, "FP16_UnfusedOptimizer"):
+        for number, members in enumerate(optimizer.fp16_groups):
+            masters = optimizer.fp32_groups_flat if is_flat else optimizer.fp32_groups
+            sizes = [p.numel() for p in members]
+            found |= zip(map(id, members), masters[number].split(sizes) if is_flat else masters[number], strict=True)
+    return found
 
 
 def flat_masters(optimizer) -> list[torch.Tensor]:

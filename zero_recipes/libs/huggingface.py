@@ -46,6 +46,28 @@ def without_deepspeed_announcement() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def dtypes_of_the_file(precision: str) -> Iterator[None]:
+    """from_pretrained leaves each tensor in its file's dtype, as safetensors has mapped it: in no memory but the file's
+    cache, which all processes of a machine share, unless it is converted (experts become one tensor). Tensors in
+    `precision` ("bf16", "fp16") are not read: they are on the meta device.
+
+    Private: `_materialize_copy` (transformers 5.23, core_model_loading.py), which casts all to one dtype, with "auto"
+    to that of config.json or of the file's first tensor.
+    """
+    from transformers import core_model_loading
+
+    name, dtype = ("BF16", torch.bfloat16) if precision == "bf16" else ("F16", torch.float16)
+
+    def as_it_is(tensor, *_, **__):
+        if hasattr(tensor, "get_dtype") and tensor.get_dtype() == name:
+            return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
+        return tensor[...]
+
+    with patch.object(core_model_loading, "_materialize_copy", as_it_is):
+        yield
+
+
 def count_tokens_with_loss(trainer: Trainer) -> None:
     """Let the Trainer count the tokens of a step that have a loss, as SFTTrainer computes it, for every model.
 

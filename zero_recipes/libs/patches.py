@@ -10,11 +10,11 @@ from datetime import timedelta
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attend
-from transformers import AttentionInterface, PreTrainedModel, TrainerCallback
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.libs.deepspeed import set_adam_step
+from zero_recipes.libs.deepspeed import is_partitioned, set_adam_step
 
 
 def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
@@ -23,31 +23,26 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
         patch_timeouts(ddp_timeout)
     if strategy.is_deepspeed and strategy.zero_stage == 3:
         forget_releases_with_the_trace()
+        keep_precision_of_new_adapters()
     if strategy.is_deepspeed and strategy.ds_config.quantizes_gradients:
         patch_quantized_gradients()
 
 
-class FreshAdamAtStage0(TrainerCallback):
-    """Stage 0 in bf16 or fp16: undo the optimizer step that DeepSpeed takes before training.
-
-    On a fresh start Adam's step counters go back to 0 and the masters are copied from the weights again. A resumed run
-    stays as it is: its checkpoint has overwritten both.
+def fresh_adam_at_stage_0(optimizer) -> None:
+    """Undo the step that DeepSpeed's `optimizer` takes at stage 0 in bf16 or fp16 before training. Adam's step counters
+    go back to 0, the masters are copied from the weights again. Not for a resumed run: its checkpoint overwrote both.
 
     Private: `refresh_fp32_params` (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py). To
     allocate Adam's states `initialize_optimizer_states` calls `optimizer.step()` with zero gradients: the bias
     correction is off in every later step, and weight decay has shrunk the fp32 masters once. Upstream:
     deepspeedai/DeepSpeed#5104, the same at stages 1 to 3.
     """
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-        from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-
-        inner = getattr(optimizer, "optimizer", None)
-        if state.global_step or not isinstance(inner, (FP16_Optimizer, FP16_UnfusedOptimizer)):
-            return
-        set_adam_step(inner, 0)
-        inner.refresh_fp32_params()
+    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        set_adam_step(optimizer, 0)
+        optimizer.refresh_fp32_params()
 
 
 def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
@@ -115,6 +110,26 @@ def patch_timeouts(seconds: int) -> None:
 
     new_group.unpatched = faulty
     TorchBackend.new_group = new_group
+
+
+def keep_precision_of_new_adapters() -> None:
+    """ZeRO stage 3: an adapter keeps the fp32 values that PEFT draws. Called again, it does nothing more.
+
+    Private: `_get_base_layer_device_and_dtype` (PEFT 0.21, tuners/tuners_utils.py). PEFT casts a new adapter to the
+    base's dtype, 16 bits after zero.Init, and then to fp32 again.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    faulty = BaseTunerLayer._get_base_layer_device_and_dtype
+    if hasattr(faulty, "unpatched"):
+        return
+
+    def _get_base_layer_device_and_dtype(self, base_layer):
+        device, dtype = faulty(self, base_layer)
+        return device, None if any(map(is_partitioned, base_layer.parameters())) else dtype
+
+    _get_base_layer_device_and_dtype.unpatched = faulty
+    BaseTunerLayer._get_base_layer_device_and_dtype = _get_base_layer_device_and_dtype
 
 
 def forget_releases_with_the_trace() -> None:

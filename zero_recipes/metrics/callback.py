@@ -97,6 +97,7 @@ class StageMetricsCallback(TrainerCallback):
         self.earlier = schema.Measurements()  # of the run that wrote the checkpoint
         self.first_step = 1  # of loss_history
         self.resumed_at: list[int] = []
+        self.exact_master_weights: bool | None = None  # ZeroSFTTrainer knows it
 
     # called by ZeroSFTTrainer
 
@@ -105,6 +106,7 @@ class StageMetricsCallback(TrainerCallback):
         history = probe.History.model_validate(carried)
         self.resumed_at = [*history.resumed_at, step]
         self.first_step = step + 1 if history.first_step is None else history.first_step
+        self.exact_master_weights = history.exact_master_weights
         self.earlier = history.summary
         self.grad_norms += history.grad_norm_history
         self.evaluations += history.eval_history
@@ -117,6 +119,7 @@ class StageMetricsCallback(TrainerCallback):
             eval_history=self.evaluations,
             first_step=self.first_step,
             resumed_at=self.resumed_at,
+            exact_master_weights=self.exact_master_weights,
         ).model_dump(mode="json")
 
     def count_tokens(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None = None) -> None:
@@ -195,6 +198,8 @@ class StageMetricsCallback(TrainerCallback):
             self.identify(args, model)
         if state.global_step and not self.resumed_at:
             self.load_state_dict({}, state.global_step)
+        if self.identity.precision == "fp32" or not self.strategy.is_deepspeed:
+            self.exact_master_weights = True
         CLOCK.switch("train")
         self.started_at, total = state.global_step, state.max_steps - state.global_step
         self.warmup, self.probed = probe.steps_not_timed(total), min(1, max(0, total - 1))
@@ -344,6 +349,7 @@ class StageMetricsCallback(TrainerCallback):
             phase_seconds={name: round(spent, 3) for name, spent in CLOCK.seconds.items()},
             first_step=self.first_step,
             resumed_at=self.resumed_at,
+            exact_master_weights=self.exact_master_weights,
             grad_norm_history=self.grad_norms,
             eval_history=self.evaluations,
             predicted=self.predicted,

@@ -111,12 +111,16 @@ class CommunicationCounter:
             self.passing.bytes = before
 
     def median(self) -> Bytes:
-        """{collective: bytes per optimizer step}, the median over the counted steps."""
-        return _median([all_of_it for all_of_it, _ in self.steps])
+        """{collective: bytes per optimizer step}, the median over the counted steps, without the first of several:
+        stage 3 has no trace of the modules' order in it, and gathers what it keeps later."""
+        return _median([all_of_it for all_of_it, _ in self._settled()])
 
     def median_between_nodes(self) -> Bytes:
         """The part of `median` whose groups span machines: for one machine, the bytes that it receives."""
-        return _median([between for _, between in self.steps])
+        return _median([between for _, between in self._settled()])
+
+    def _settled(self) -> list[tuple[Bytes, Bytes]]:
+        return self.steps[1:] or self.steps
 
     def _counting(self, name: str, method: Callable) -> Callable:
         collective, whole, names = COLLECTIVES[name]

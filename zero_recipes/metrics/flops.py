@@ -1,16 +1,10 @@
-"""Model FLOPs: what forward and backward of a model's matrix products and attention take, whatever else is computed.
+"""Model FLOPs: what forward and backward of a model's matrix products and attention take (docs/metrics.md).
 
-Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B (model FLOPs utilization): 6 FLOPs for each weight and token and
-12·L·H·Q·T for attention; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", arXiv:2104.04473, appendix, counts the same and the forward pass that it computes again. Both count the
-whole square of a row's attention. Here a causal row counts half of it, as Dao, "FlashAttention-2", arXiv:2307.08691,
-section 4.1: what a kernel leaves out is no work. Symbols: L layers, H heads, Q their width, T tokens of a row.
-
-Counted: each weight that multiplies tokens, the output layer too (tied or not), of a mixture of experts those that a
-token goes to. Not counted: the embedding (a lookup), norms and biases, the loss, the optimizer, padding, and whatever
-activation checkpointing computes again (PaLM: model FLOPs, not hardware FLOPs). Frozen weights (LoRA) take 4 FLOPs
-instead of 6: backward passes through them, but they get no gradient. The output layer counts for every token, as in
-the papers; on GPUs TRL 1.16 computes it only for those with loss (trl/trainer/utils.py, `_fused_forward`).
+PaLM, arXiv:2204.02311, appendix B: 6 FLOPs for each weight and token and 12·L·H·Q·T for attention (L layers, H heads, Q
+their width, T tokens of a row); so Megatron-LM, arXiv:2104.04473, appendix. Both count the whole square of
+attention; here a causal row counts half of it, as in FlashAttention-2, arXiv:2307.08691, section 4.1. The output layer
+counts for every token, as in the papers; on GPUs TRL 1.16 computes it only for those with loss (trl/trainer/utils.py,
+`_fused_forward`).
 """
 
 import math

@@ -212,6 +212,7 @@ class History(schema.Part):
     eval_history: list[schema.Evaluation] = Field([])
     first_step: int | None = None  # of the loss history
     resumed_at: list[int] = Field([])
+    exact_master_weights: bool | None = None
 
 
 def summarise(

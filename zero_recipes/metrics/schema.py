@@ -228,6 +228,7 @@ class Metrics(Measurements, RunIdentity, RunStatus):
     phase_seconds: dict[str, float | None] | None = None
     first_step: int = 1
     resumed_at: list[int] = []
+    exact_master_weights: bool | None = None
     grad_norm_history: list[Number] | None = None
     eval_history: list[Evaluation] | None = None
     predicted: PredictedMetrics | None = None

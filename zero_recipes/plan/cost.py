@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.recipe import RowLengths, steps_by_epochs
@@ -24,13 +25,14 @@ Range = tuple[float, float]  # low, high
 ADAM_BYTES = 30  # read and written per parameter: master, moments, gradient in; master, moments, 16-bit weight out
 UNPACKED_BYTES = 2 + 9 / 16  # read and written per weight of 4 bits, for each product
 LONG = 2048  # tokens of one GPU in a pass
+LONG_ROW = 16_384  # tokens, from which attention decides
 DDP_BUCKET = 25 * 2**20  # bytes; torch's bucket_cap_mb
 CALIBRATED = 0.10  # to either side of a range that a measured run of the same kind has set
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # train_sampling_strategy: rows of a micro batch are alike
 constants = partial(package_yaml, __package__, "times.yaml")
 
 
-def constant(name: str) -> float:
+def constant(name: str) -> Any:
     return constants()[name]["value"]
 
 
@@ -48,13 +50,15 @@ def regime_of(job: Job) -> str:
 
 
 def kinds_of(job: Job, gpu: str) -> set[str]:
-    """What times depend on beside the regime: a card, a strategy, a way of training."""
+    """What times depend on beside the regime: a strategy on a card, the same over long rows, a way of training."""
     zero, settings = job.zero, job.settings
-    special = {"NVMe": job.on_nvme, "Ulysses": job.sequence_parallel > 1}
-    special["ZeRO++"] = zero.hpz_partition_size > 1 or zero.quantizes_weights or zero.quantizes_gradients
     strategy = job.strategy if job.ds_config is None else f"zero{zero.stage}"
     trained = "QLoRA" if job.quantizes else "LoRA" if settings.use_peft else "full fine-tuning"
-    return {gpu, strategy, trained, *(name for name in special if special[name])}
+    card = f"{strategy} on {gpu}"
+    special = {"NVMe": job.on_nvme, "Ulysses": job.sequence_parallel > 1}
+    special["ZeRO++"] = zero.hpz_partition_size > 1 or zero.quantizes_weights or zero.quantizes_gradients
+    special[f"{card} over rows of 16k tokens"] = (settings.max_length or 0) >= LONG_ROW
+    return {card, trained, *(name for name in special if special[name])}
 
 
 def how_good(job: Job, gpu: Gpu) -> str:
@@ -62,10 +66,11 @@ def how_good(job: Job, gpu: Gpu) -> str:
     regime, known = regime_of(job), constants()
     lacking = ", ".join(sorted(kinds_of(job, gpu.name) - {*known["kinds"][regime]}))
     inside, rows, left_out = known["holds"][regime]
-    blind = "; {} of {} in a blind test".format(*known["blind"][regime]) if regime in known["blind"] else ""
-    none = f"; none of them is for {lacking}" if lacking else ""
     kind = f"published times of this kind ({regime})"
-    return f"Step: {inside} of {rows} {kind} are in the range, {left_out} if fitted without their source{blind}{none}."
+    ending = f"; none of them is for {lacking}" if lacking else ""
+    if not lacking and regime in known["blind"]:
+        ending = "; {} of {} in a blind test".format(*known["blind"][regime])
+    return f"Step: {inside} of {rows} {kind} are in the range, {left_out} if fitted without their source{ending}."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
@@ -123,7 +128,9 @@ def estimate(
     tokens, flops, computed = sequence_of(job, prediction.max_length, rows)
     peak = gpu.peak_flops("tf32" if prediction.precision == "fp32" and job.settings.tf32 else prediction.precision)
     moved = _memory_bytes(job, prediction) + computed * _activation_bytes(job)
-    computing = computed * prediction.flops_per_step / peak / constant("achievable")
+    attention = Sizes(job, shape_of(job.config, job.settings)).kernel_flops()
+    computing = computed * (prediction.flops_per_step - attention) / peak / constant("achievable")
+    computing += computed * attention / peak / attention_share(job, gpu)
     computing += moved / (gpu.memory_gb_s * 1e9 * constant("memory_share"))
     communicating = _communicating(job, prediction, gpu, computing)
     waiting = max(0.0, _hosting(job) - computing - communicating)
@@ -137,6 +144,14 @@ def estimate(
     sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps / job.sequence_parallel
     used, tokens = sequences * flops / peak, round(sequences * prediction.world_size * tokens)
     return Speed((low, high), computing, communicating, waiting, offloading, tokens, (used / high, used / low))
+
+
+def attention_share(job: Job, gpu: Gpu) -> float:
+    """Of the GPU's peak rate, that the recipe's kernel of attention reaches over long rows. torch's own is
+    FlashAttention 2."""
+    known = constant("attention")
+    shares = known.get(job.settings.attn_implementation, known["flash_attention_2"])
+    return shares.get(gpu.name, shares["others"])
 
 
 def _memory_bytes(job: Job, prediction: Prediction) -> float:

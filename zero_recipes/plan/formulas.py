@@ -21,6 +21,8 @@ from zero_recipes.theory.zero_paper import FP32, MIXED, ModelState, model_state_
 
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
 DEFAULT_LIVE = 1_000_000_000  # elements; `max_live_parameters`
+THREADS = 2  # that multiply: the one that runs forward, and autograd's
+BEFORE_TRAINING = ("model_loaded", "engine_built")  # of `memory_phases`
 NOTE = "By textbook formulas: copies in fp32 inside norms, masks and workspace of kernels are not in the numbers."
 
 
@@ -28,25 +30,28 @@ NOTE = "By textbook formulas: copies in fp32 inside norms, masks and workspace o
 class Overheads:
     """What a GPU holds beside the tensors that a plan counts: bytes, and what its allocator keeps of freed memory."""
 
-    context: float
+    context: tuple[float, float]  # the least and the most
     communicator: float
-    cached: tuple[float, float]  # what cards show over the allocated peak: the 10th and the 90th percentile
+    own: tuple[float, float]  # what our runs reserve over the allocated peak: the least and the most
+    segments: float  # what small ones reserve beyond it
+    cached: tuple[float, float]  # what cards show of all programs: the 10th and the 90th percentile
     measured: bool  # whether a GPU showed what every run has; one GPU alone cannot show a communicator
 
     def beside_segments(self, world_size: int) -> int:
         """Bytes of one GPU that the caching allocator does not know of."""
-        return int(self.context + (self.communicator if world_size > 1 else 0))
+        return int(self.context[0] + (self.communicator if world_size > 1 else 0))
 
     def reserved_range(self, allocated: int, world_size: int) -> ReservedRange:
-        """What a process shows on its GPU whose tensors take `allocated` bytes at their peak, and what it needs."""
+        """What a run shows on its GPU whose tensors take `allocated` bytes at their peak, and what it needs."""
         beside = self.beside_segments(world_size)
-        return ReservedRange(low=allocated + beside, high=int(allocated * self.cached[1]) + beside)
+        high = allocated * self.own[1] + self.segments + self.context[1] - self.context[0]
+        return ReservedRange(low=allocated + beside, high=int(high) + beside)
 
 
 @cache
 def overheads() -> Overheads:
     entries = package_yaml(__package__, "overheads.yaml")
-    measured = entries["context"]["measured"] and entries["cached"]["measured"]
+    measured = entries["context"]["measured"] and entries["own"]["measured"]
     return Overheads(**{name: entry["value"] for name, entry in entries.items()}, measured=measured)
 
 
@@ -214,10 +219,10 @@ class Sizes:
     def layer(self, tokens: int) -> float:
         """One layer's activations (section 4.1: 34sbh + 5as²b, less dropout's masks, 2sbh and as²b). Eager attention
         keeps the scores, a·s²·b; fused attention keeps one fp32 sum per head and token."""
-        shape, width, is_eager = self.shape, self.width, self.settings.attn_implementation == "eager"
+        shape, width = self.shape, self.width
         attention = 2 * shape.query_width + 2 * shape.kv_width
         mlp = (3 if shape.gated else 1) * shape.ffn
-        scores = (2 * width * self.length if is_eager else 4) * shape.heads
+        scores = (2 * width * self.length if self.is_eager else 4) * shape.heads
         return tokens * (width * (attention + mlp + 2 * shape.hidden) + scores + self.inputs())
 
     def inputs(self) -> float:
@@ -244,6 +249,8 @@ class Sizes:
         phases = {"backward": backward, "step": resting | {"grads": grads, "other": self.terms.copies}}
         if settings.evaluates:
             tokens = self.tokens_of(settings.per_device_eval_batch_size)
+            if job.evaluated is not None:
+                tokens = tokens * job.evaluated[0] // self.length
             gathered = self.terms.buckets if job.zero_stage == 3 or job.is_fsdp else 0
             kept = self.layer(tokens) + self.width * tokens * shape.hidden
             phases["evaluation"] = resting | {"activations": kept, "buckets": gathered}
@@ -256,11 +263,30 @@ class Sizes:
         """Of one rank and optimizer step: what metrics/flops.py counts, and the forward pass again with recomputation.
         Eager attention computes the whole square of a row. Kernels compute the half that a causal row looks at, and in
         backward its scores once more (arXiv:2307.08691, section 3.1)."""
-        model, rows = self.shape.flops, self.tokens * self.passes / self.length
-        is_eager = self.settings.attn_implementation == "eager"
-        seen = [2 * self.length**2 if is_eager else squares(self.length, window) for window in model.attention]
+        seen = self._squares()
         again = int(self.job.recomputes)
-        return int(rows * model.of_step(self.length, seen, again, again if is_eager else again + 1 / 2))
+        attention_again = again if self.is_eager else again + 1 / 2
+        return int(self.rows * self.shape.flops.of_step(self.length, seen, again, attention_again))
+
+    def kernel_flops(self) -> float:
+        """The part of `flops` that a kernel of attention computes."""
+        again = int(self.job.recomputes) + 1 / 2
+        return 0 if self.is_eager else self.rows * self.shape.flops.of_step(0, self._squares(), 0, again)
+
+    @property
+    def is_eager(self) -> bool:
+        return self.settings.attn_implementation == "eager"
+
+    @property
+    def rows(self) -> float:
+        """Of one rank in one optimizer step."""
+        return self.tokens * self.passes / self.length
+
+    def _squares(self) -> list[float]:
+        """Of one row, by the model's windows."""
+        if self.is_eager:
+            return [2 * self.length**2 for _ in self.shape.flops.attention]
+        return [squares(self.length, window) for window in self.shape.flops.attention]
 
     def host(self) -> tuple[float, float]:
         """Of one rank, (while loading, in training): weights (below stage 3, unless the file is mapped as it is), and
@@ -273,9 +299,20 @@ class Sizes:
         return load, self.terms.on_host + copies + sum(buffers.values())
 
 
+def add_workspaces(found: dict[str, Any], size: int) -> None:
+    """cuBLAS keeps `size` bytes from the first product to the end of the run: training's peaks have them."""
+    found["allocated_peak_bytes"] += size
+    found["at_peak"]["other"] += size
+    for moments in (found.get("peaks", {}), found.get("memory_phases", {})):
+        for name in moments:
+            if name not in BEFORE_TRAINING:
+                moments[name] += size
+
+
 def prediction_of(job: Job, weights: int, saved: int, host: tuple[float, float], **found: Any) -> Prediction:
     """What formulas or the simulated engine `found`, and what follows from it. `weights`, `saved`: bytes of what trains
     and of the optimizer's states in a checkpoint; `host`: as above."""
+    add_workspaces(found, THREADS * job.workspace)
     here, (load, training) = job.ranks_per_node, host
     read = capacity.read_at_resume(weights, saved, job.zero_stage, job.world_size)
     return Prediction(

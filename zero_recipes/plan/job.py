@@ -59,6 +59,8 @@ class Job:
     world_size: int
     gpus_per_node: int
     device: str = "gpu"  # "cpu": as CPU processes over gloo hold it, to compare with a run on them
+    workspace: int = 0  # bytes of cuBLAS for each thread on the card (hardware.yaml); 0 where the card is not known
+    evaluated: tuple[int, int] | None = None  # RowLengths.evaluated; None: whole rows of max_length, all with loss
 
     @property
     def zero(self) -> DsConfig:
@@ -251,6 +253,8 @@ class PlanRequest:
                 try:
                     config = self.strategies[strategy]
                     job = job_of(self.recipe, self.config, strategy, config, count, self.gpus_per_node)
+                    evaluated = self.lengths and self.lengths.evaluated
+                    job = replace(job, workspace=self.gpu.workspace_bytes, evaluated=evaluated)
                     why = self._excluded(strategy, job)
                 except Refusal as refused:  # global_batch_size cannot be made of so many ranks
                     why = refused.what

@@ -10,10 +10,11 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.recipe import RowLengths, Settings
 from zero_recipes.core.findings import Finding, Refusal, finding
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.core.units import size
@@ -46,6 +47,9 @@ def answer_of(question: Mapping[str, Any], predict: Predict) -> dict[str, Any]:
     try:
         config = model_config(settings)
         job = Job(settings.model_name_or_path, config, **(question["job"] | {"settings": settings}))
+        if settings.evaluates:
+            rows = known_rows(job, question["recipe"])
+            job = replace(job, evaluated=rows and rows.evaluated)
         prediction = predict(job)
     except Refusal as refusal:  # the model's config is not here, or is of no class that can be built
         return {"predicted": None, "lines": [f"no plan could be made: {refusal.what}"], "findings": []}
@@ -60,6 +64,20 @@ def answer_of(question: Mapping[str, Any], predict: Predict) -> dict[str, Any]:
     return {"predicted": predicted, "lines": lines, "findings": [asdict(found) for found in findings]}
 
 
+def known_rows(job: Job, recipe: str) -> RowLengths | None:
+    """The rows of the recipe, where they can be read."""
+    from zero_recipes.data.prepare import rows_at_hand  # imports datasets
+
+    found = rows_at_hand(job.settings, Path(recipe))
+    return None if isinstance(found, str) else found
+
+
+def rows_are_shorter(job: Job, recipe: str) -> bool:
+    """Whether every row is known to be shorter than max_length, and none is packed with others."""
+    rows = None if job.settings.packing else known_rows(job, recipe)
+    return rows is not None and max(rows.lengths) < (job.settings.max_length or 0)
+
+
 def left_of(card: Mapping[str, Any]) -> int:
     """Bytes of a GPU that no other process uses. `card`: by checks/predicted.py."""
     others = card["total"] - card["free"] - card["reserved"] - overheads().beside_segments(card["ranks"])
@@ -71,8 +89,8 @@ def _described(card: Mapping[str, Any]) -> str:
 
 
 def too_large(job: Job, prediction: Prediction, cards: Sequence[Mapping[str, Any]], recipe: str) -> list[Finding]:
-    """The run whose model states are larger than a whole GPU, which is certain; or that does not fit: by formulas, and
-    while no plan was compared with a GPU, a warning."""
+    """The run whose model states are larger than a whole GPU, which is certain; or that does not fit: a warning by
+    formulas, while no plan was compared with a GPU, and where all rows are shorter than the plan's."""
     states = certain_states(job, prediction)
     about = {"strategy": job.strategy, "count": job.world_size, "recipe": recipe}
     smallest, fullest = min(cards, key=lambda card: card["total"]), min(cards, key=left_of)
@@ -81,6 +99,7 @@ def too_large(job: Job, prediction: Prediction, cards: Sequence[Mapping[str, Any
         return [finding("ZR840", **about, size=needed, card=_described(smallest), parts=_listed(states))]
     if fit_of(prediction, left_of(fullest)).status != "no":
         return []
+    is_certain = prediction.source == "engine" and overheads().measured and not rows_are_shorter(job, recipe)
     largest = sorted(prediction.at_peak.items(), key=lambda part: -part[1])[:3]
     return [
         finding(
@@ -91,7 +110,7 @@ def too_large(job: Job, prediction: Prediction, cards: Sequence[Mapping[str, Any
             source=SOURCES[prediction.source],
             peak_phase=prediction.peak_phase,
             at_peak=_listed(dict(largest)),
-            level="error" if prediction.source == "engine" and overheads().measured else "warning",
+            level="error" if is_certain else "warning",
         )
     ]
 

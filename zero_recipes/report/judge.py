@@ -107,6 +107,8 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
         return "cannot tell", "No step is in the histories of all strategies."
     sixteen_bit = any(run.precision != "fp32" for run in trained)
     holds, measured = _within(trained, LOSS_16_BIT if sixteen_bit else LOSS_FP32)
+    if rounded := [run.label for run in trained if run.exact_master_weights is False]:
+        measured += f" Master weights of {', '.join(rounded)} began rounded to 16 bits."
     if any(set(run.losses) != set(steps) for run in trained):
         measured += f" Only steps {steps[0]} to {steps[-1]} are compared; some strategies have other steps, too."
     return _yes(holds), measured

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -22,11 +23,13 @@ from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import UNFINISHED, Preempted, first_line
 from zero_recipes.core.host import library_versions
 from zero_recipes.core.process import CLOCK, remember_signals, say, signalled
-from zero_recipes.distributed.group import gather_rows, once, rank_0_writes
+from zero_recipes.distributed.group import agree, gather_rows, once, rank_0_writes
 from zero_recipes.libs import fsdp, patches
+from zero_recipes.libs.deepspeed import is_partitioned, set_masters
 from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announcement
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import is_out_of_memory
+from zero_recipes.model import loaded_values
 from zero_recipes.training import samples
 from zero_recipes.training.card import write_card
 from zero_recipes.training.divergence import Diverged, StopAtDivergence, has_nonfinite_weights, not_finite
@@ -79,7 +82,6 @@ class ZeroSFTTrainer(SFTTrainer):
         cut = rows_are_cut(recipe_run.args) if recipe_run else contextlib.nullcontext()
         with CLOCK.phase("model"), cut:
             super().__init__(*arguments, **keywords)
-        self.add_callback(patches.FreshAdamAtStage0())
         found = [each for each in self.callback_handler.callbacks if isinstance(each, StageMetricsCallback)]
         self.stage_metrics = found[0] if found else StageMetricsCallback()
         if not found:
@@ -161,7 +163,9 @@ class ZeroSFTTrainer(SFTTrainer):
         """Before the first step: the engine and the sample prompts. A resharded checkpoint has no files of DeepSpeed's:
         the engine is built fresh, then filled by parameter."""
         resharded = resume_from_checkpoint is not None and save.is_resharded(resume_from_checkpoint)
-        with CLOCK.phase("model"):
+        in_16_bits = self.is_deepspeed_enabled and (self.args.bf16 or self.args.fp16)
+        begins = in_16_bits and resume_from_checkpoint is None
+        with CLOCK.phase("model"), self._own_masters() if begins else contextlib.nullcontext():
             checkpoint = None if resharded else resume_from_checkpoint
             prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
             if resharded:
@@ -175,6 +179,23 @@ class ZeroSFTTrainer(SFTTrainer):
         if self.is_preemptible:
             remember_signals(True)
         return prepared
+
+    @contextlib.contextmanager
+    def _own_masters(self) -> Iterator[None]:
+        """DeepSpeed, whose engine is built within, copies fp32 masters from 16-bit weights: let them be the values
+        before that. A recipe's checkpoint is read again, which takes no host memory; other weights are kept, unless
+        they are rounded already. Not on NVMe, where each would read and write a whole group."""
+        is_first = self.stage_metrics.engine is None
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        values = [(p, p.data if is_first and not is_partitioned(p) else None) for p in trained]
+        if self.recipe_run is not None and isinstance(self.model, PreTrainedModel):
+            values = loaded_values(self.model, self.recipe_run.config, self.recipe_run.run.settings)
+        yield
+        optimizer, ds_config = self.model_wrapped.optimizer, self.stage_metrics.strategy.ds_config
+        patches.fresh_adam_at_stage_0(optimizer)
+        can_be_set = not (ds_config.on_nvme or ds_config.bf16_masters)
+        every_rank = agree(functools.partial(set_masters, optimizer, values, can_be_set))
+        self.stage_metrics.exact_master_weights = all(every_rank)
 
     def _maybe_log_save_evaluate(self, *arguments, **keywords) -> None:
         """After a step: where a signal has come to any rank by its end, or while it is evaluated, the run ends here."""

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import importlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -198,6 +198,22 @@ def fused_head_without_temporaries() -> None:
     chunked_logprob._addmm_fp32 = lambda *_: None
 
 
+@contextlib.contextmanager
+def loss_of_some(tokens: int) -> Iterator[None]:
+    """TRL 1.16, trainer/utils.py `_fused_forward`: on a GPU the head multiplies copies of the hidden states that carry
+    loss, `tokens` in one batch; a fake mask cannot say how many."""
+    from trl.trainer import utils
+
+    def apply(hidden, weight, bias, targets, *rest):
+        some = plain.apply(hidden[:tokens].clone(), weight, bias, targets[:tokens], *rest)
+        return tuple(None if one is None else one.new_zeros(len(hidden)) for one in some)
+
+    plain = utils._ChunkedLogProbFunction
+    utils._ChunkedLogProbFunction = types.SimpleNamespace(apply=apply)
+    yield
+    utils._ChunkedLogProbFunction = plain
+
+
 def attention_as_on_cuda() -> None:
     """torch 2.13, aten/native/transformers/cuda/sdp_utils.cpp: flash attention without a mask, memory-efficient with.
     On the device that stands for a GPU torch would take the plain formula, which keeps the whole score matrix."""
@@ -212,7 +228,10 @@ def attention_as_on_cuda() -> None:
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
         if attn_mask.dtype == torch.bool:
-            attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+            # cast before it is expanded to all heads: afterwards each of them would get numbers of its own
+            lower = torch.is_autocast_enabled("gpu")
+            dtype = torch.get_autocast_dtype("gpu") if lower else query.dtype
+            attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(dtype)
         shape = (*query.shape[:3], key.shape[2])
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask.expand(shape), True, dropout_p, is_causal, scale=scale
@@ -296,6 +315,8 @@ def replace_parts_of_libraries(
 # as long as it needs it.
 # AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32, of the operators that language models call
 LOWER_PRECISION = ("addmm", "addmv", "baddbmm", "bmm", "linear", "matmul", "mm", "mv", "scaled_dot_product_attention")
+# what `attention_as_on_cuda` and `flash_attention` call in place of the last
+LOWER_PRECISION += ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 FULL_PRECISION = ("cumsum", "exp", "layer_norm", "log", "log_softmax.int", "logsumexp", "pow.Tensor_Scalar", "prod")
 FULL_PRECISION += ("rsqrt", "softmax.int", "softplus", "sum", "sum.dim_IntList", "rms_norm")
 
@@ -315,11 +336,7 @@ def set_up_autocast(dtype: torch.dtype) -> None:
     _libraries.extend([everything, own])
     enabled = torch.is_autocast_enabled  # without a name it asks about CUDA; so does PEFT
     torch.is_autocast_enabled = lambda device="gpu": enabled(device)
-
-
-def forget_copies() -> None:
-    """The forward pass has ended."""
-    _copies.clear()
+    torch.clear_autocast_cache = _copies.clear  # amp/autocast_mode.py: forward ends, or a recomputation
 
 
 def _casting(operator, dtype: torch.dtype):

@@ -35,7 +35,7 @@ from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.libs.deepspeed import base_optimizer, gradient_tensors, optimizer_tensors, weight_tensors
 from zero_recipes.libs.huggingface import rows_are_cut
-from zero_recipes.libs.patches import FreshAdamAtStage0, keep_4bit_layout
+from zero_recipes.libs.patches import keep_4bit_layout
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
@@ -130,7 +130,10 @@ def train_two_steps(job: Job, folder: str) -> dict:
         trainer.add_callback(watch)
         trainer.train()
         if job.settings.evaluates:
-            watch.evaluate(_rows(training_args, training_args.world_size * training_args.per_device_eval_batch_size))
+            rows = training_args.world_size * training_args.per_device_eval_batch_size
+            longest, with_loss = job.evaluated or (training_args.max_length, None)
+            with patches.loss_of_some(with_loss) if on_gpu and with_loss else contextlib.nullcontext():
+                watch.evaluate(_rows(longest, rows))
         if job.settings.load_best_model_at_end and strategy.is_deepspeed:
             watch.load_best_model()
     return watch.found() | {"imports": imports}
@@ -159,16 +162,15 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
         return WatchedSFTTrainer(
             model=model,
             args=training_args,
-            train_dataset=_rows(training_args, rows * job.world_size),
+            train_dataset=_rows(training_args.max_length, rows * job.world_size),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
             peft_config=adapter_config(job.settings),
-            callbacks=[FreshAdamAtStage0()],
         )
 
 
-def _rows(training_args, count: int) -> Dataset:
-    """So many tokenised rows of the recipe's full length; what they say plays no part."""
-    row = [1] * training_args.max_length
+def _rows(length: int, count: int) -> Dataset:
+    """So many tokenised rows of this length; what they say plays no part."""
+    row = [1] * length
     return Dataset.from_dict({"input_ids": [row] * count, "labels": [row] * count})
 
 
@@ -193,7 +195,6 @@ class WatchedSFTTrainer(SFTTrainer):
             return super().compute_loss(model, inputs, *arguments, **keywords)
         self.watch.tracker.enter("forward")
         loss = super().compute_loss(model, inputs, *arguments, **keywords)
-        patches.forget_copies()
         self.watch.tracker.enter("backward")
         return loss
 
@@ -282,7 +283,6 @@ class Watch(TrainerCallback):
         self.tracker.enter("evaluation")
         trainer.model_wrapped.eval()
         trainer.prediction_step(trainer.model_wrapped, batch, prediction_loss_only=True)
-        patches.forget_copies()
         trainer.model_wrapped.train()
         self.tracker.enter("between")
 
