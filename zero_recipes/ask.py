@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -51,6 +52,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
     base, tuned = answers_of_both(target, tokenizer, device, samples, most)
     rows = sampling.sample_rows(samples, base, tuned)
+    for row in rows:
+        for scores in (row.scores_before, row.scores_after):
+            if scores.get("reference_loss") is not None:
+                scores["perplexity"] = math.exp(min(scores["reference_loss"], 700.0))  # exp(710) is no number
     sampling.write_rows(out / SAMPLES, rows)
     sampling.show_samples(rows, "before: the base model, after: the saved model")
     print(f"written: {out / SAMPLES}")
