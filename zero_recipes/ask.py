@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     print(f"model: {target.folder}", f"base: {target.base or 'none (--base NAME)'}", sep="\n")
     print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
     base, tuned = answers_of_both(target, tokenizer, device, samples, most)
-    rows = sampling.sample_rows(samples, base, tuned)
+    rows = sampling.sample_rows(samples, base, tuned, scores_of)
     for row in rows:
         for scores in (row.scores_before, row.scores_after):
             if scores.get("reference_loss") is not None:
@@ -250,3 +250,13 @@ def answers_of_both(
     if target.is_adapter:
         base = tuned._replace(adapter_off=True).answers(samples, most, batch)
     return base, tuned.answers(samples, most, batch)
+
+
+def scores_of(answer: str, reference: str) -> dict[str, float]:
+    """`text_scores`, and ROUGE-1, ROUGE-2 and ROUGE-L (Lin, 2004) as F1, by rouge_score with Porter's stemmer; it
+    reads a-z and digits."""
+    from rouge_score import rouge_scorer
+
+    kinds = ["rouge1", "rouge2", "rougeL"]
+    scores = rouge_scorer.RougeScorer(kinds, use_stemmer=True).score(reference, answer)
+    return sampling.text_scores(answer, reference) | {kind: float(scores[kind].fmeasure) for kind in kinds}

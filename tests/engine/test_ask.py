@@ -13,7 +13,7 @@ WORLD = {"model_name_or_path": BASE, "dataset_name": str(ROOT / "tiny_world"), "
 WORLD |= {"max_length": 96, "sample_prompts": 7, "sample_max_new_tokens": 9, "per_device_eval_batch_size": 3}
 WORLD |= {"save_model": True, "max_steps": 3, "learning_rate": 2e-3, "per_device_train_batch_size": 4}
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 64, "lora_target_modules": "all-linear"}
-MORE = {"perplexity"}
+MORE = {"rouge1", "rouge2", "rougeL", "perplexity"}
 
 
 def asked_again(folder: Path, out: Path, *words: str) -> list:

@@ -78,10 +78,11 @@ def answered(out: Path) -> list[SampleRow]:
     [
         ("a.jsonl", '{"instruction": "Say x.", "input": "", "output": "x"}\n', FORMAT, (alpaca_prompt("Say x."), "x")),
         ("a.json", '\n{"prompt": "Say x.", "completion": "x"}\n', [], ("Say x.", "x")),
-        ("a", '{"prompt": "Say x."}', [], ("Say x.", None)),
+        ("a.txt", "\nSay x.\r\n\n", [], ("Say x.", None)),
+        ("a", "Say x.", FORMAT, (alpaca_prompt("Say x."), None)),
     ],
 )
-def test_prompts_are_rows(tmp_path, name, text, words, wanted, capsys):
+def test_prompts_are_rows_or_lines(tmp_path, name, text, words, wanted, capsys):
     (tmp_path / name).write_text(text)
     out = tmp_path / "out"
     assert (
@@ -179,7 +180,7 @@ def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path):
     assert any(row.scores_after != row.scores_before for row in both)
     for scores in (row.scores_after for row in both):
         assert scores["perplexity"] == pytest.approx(math.exp(scores["reference_loss"]))
-        assert {"exact_match", "token_f1"} < set(scores)
+        assert {"rouge1", "rouge2", "rougeL", "exact_match", "token_f1"} < set(scores)
     for row, known in zip(wide, base, strict=True):
         assert row.scores_before["reference_loss"] == pytest.approx(known.scores_after["reference_loss"], abs=0.1)
         assert row.scores_before["reference_loss"] != known.scores_after["reference_loss"]  # float32 here, bf16 there

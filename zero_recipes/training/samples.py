@@ -148,7 +148,12 @@ def text_scores(answer: str, reference: str) -> dict[str, float]:
     return {"exact_match": float(answer.strip() == reference.strip()), "token_f1": f1}
 
 
-def sample_rows(samples: list[Sample], before: Answers | None, after: Answers) -> list[SampleRow]:
+def sample_rows(
+    samples: list[Sample],
+    before: Answers | None,
+    after: Answers,
+    compare: Callable[[str, str], dict[str, float]] = text_scores,
+) -> list[SampleRow]:
     """Rows of samples.jsonl. `before`: None where there is no base answer. No scores where there is no reference."""
 
     def scores(sample: Sample, answers: Answers, number: int) -> dict[str, float | None]:
@@ -156,7 +161,7 @@ def sample_rows(samples: list[Sample], before: Answers | None, after: Answers) -
             return {}
         loss = answers.reference_losses[number]
         loss = loss if loss is not None and math.isfinite(loss) else None
-        return text_scores(answers.texts[number], sample.reference) | {"reference_loss": loss}
+        return compare(answers.texts[number], sample.reference) | {"reference_loss": loss}
 
     return [
         SampleRow(
