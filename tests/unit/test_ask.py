@@ -78,11 +78,10 @@ def answered(out: Path) -> list[SampleRow]:
     [
         ("a.jsonl", '{"instruction": "Say x.", "input": "", "output": "x"}\n', FORMAT, (alpaca_prompt("Say x."), "x")),
         ("a.json", '\n{"prompt": "Say x.", "completion": "x"}\n', [], ("Say x.", "x")),
-        ("a.txt", "\nSay x.\r\n\n", [], ("Say x.", None)),
-        ("a", "Say x.", FORMAT, (alpaca_prompt("Say x."), None)),
+        ("a", '{"prompt": "Say x."}', [], ("Say x.", None)),
     ],
 )
-def test_prompts_are_rows_or_lines(tmp_path, name, text, words, wanted, capsys):
+def test_prompts_are_rows(tmp_path, name, text, words, wanted, capsys):
     (tmp_path / name).write_text(text)
     out = tmp_path / "out"
     assert (
