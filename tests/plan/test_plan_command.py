@@ -1,5 +1,6 @@
 """`zero-recipes plan` through its main: tables, JSON, picture, what is not planned, and its refusals."""
 
+import argparse
 import json
 import math
 import re
@@ -11,6 +12,7 @@ import pytest
 
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, recipe, strategies
 from zero_recipes.cli import main as cli
+from zero_recipes.cli.arguments import parse_arguments
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import config_files
 from zero_recipes.core.findings import Refusal
@@ -120,8 +122,21 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
     assert made()[0].settings.seed == 7
 
 
-def test_a_size_takes_the_place_of_the_model(capsys):
-    found = json.loads(cli_output(capsys, "plan", RECIPE, "--params", "7e9", "--gpus", "8", "--quick", "--json"))
+def test_without_options_a_size_has_the_values_that_trl_gives_a_recipe():
+    words = arguments_of("--params", "2e8")
+    plain, parsed = (vars(command.request_of_size(words, rest).recipe.settings) for rest in ([], ["--seed", "42"]))
+    differing = {key for key in plain.keys() | parsed if key not in parsed or plain[key] != parsed[key]}
+    assert differing == {"env", "debug", "include_num_input_tokens_seen"}  # other words for the same
+
+
+def arguments_of(*words: str) -> argparse.Namespace:
+    found = parse_arguments(["plan", *words, "--gpus", "8"])
+    found.strategies = ["zero2"]
+    return found
+
+
+def test_a_model_needs_no_recipe(capsys):
+    found = json.loads(cli_output(capsys, "plan", "--params", "7e9", "--gpus", "8", "--quick", "--json"))
     (parameters,) = {row["prediction"]["parameters"] for row in found["rows"]}
     assert parameters == pytest.approx(7e9, rel=0.05) and found["gpu"]["name"] == "h100-80gb"
     sizes = {1e6: "8.39M", 1e7: "9.96M", 4.1e8: "410M", 1e12: "1,002B"}  # the vocabulary alone takes 8.19M
@@ -129,7 +144,7 @@ def test_a_size_takes_the_place_of_the_model(capsys):
         assert command.llama(size)[1] == f"a Llama of {text} parameters"
     assert found["recommendation"]["command"].startswith("zero-recipes train RECIPE.yaml ")
     options = ("--params", "1.3e9", "--gpus", "1", "--quick", "--json", "--max_length", "4096", "--use_peft", "true")
-    lora = json.loads(cli_output(capsys, "plan", RECIPE, *options))
+    lora = json.loads(cli_output(capsys, "plan", *options))
     assert set(lora["lighter"]) == {"QLoRA"} and lora["recommendation"]["command"].endswith("--use_peft true")
     assert {row["prediction"]["max_length"] for row in lora["rows"]} == {4096}
 

@@ -1,6 +1,7 @@
 """The command line of zero-recipes: every subcommand with its options, and the types that they share."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,9 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
 
     _add_until_a_run(add, of_recipe)
     _add_after_a_run(add)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["plan"] and any(word.partition("=")[0] == "--params" for word in argv):
+        argv.insert(1, "")  # in the recipe's place, which argparse would give to the first value of an override
     arguments, rest = parser.parse_known_args(argv)
     if hasattr(arguments, "overrides"):
         arguments.overrides = rest
@@ -114,7 +118,7 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("--allow", type=names, help="comma-separated keys to leave out, although the training differs")
 
     verb = of_recipe(verbs.plan, "compute memory, time and cost of each strategy before you rent a GPU")
-    size = "plan for a Llama-like model of this size instead of the recipe's, e.g. 7e9"
+    size = "plan a Llama-like model of this size instead of a recipe, e.g. 7e9; bf16, micro batches of 1 x 2,048 tokens"
     verb.add_argument("--params", type=AMOUNT, help=size)
     _add_machines(verb)
     verb.add_argument("--max", action="store_true", help="find the largest micro batch and longest sequences that fit")

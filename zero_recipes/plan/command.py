@@ -2,26 +2,31 @@
 
 import argparse
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from zero_recipes.config.recipe import Recipe, Settings
+from zero_recipes.core.files import FILES, write_json
 from zero_recipes.core.tables import terminal, working
 from zero_recipes.core.units import count
 from zero_recipes.plan import output
 from zero_recipes.plan.choose import best_machine, lighter, limits_of, on_each_machine, rows_of
 from zero_recipes.plan.cost import calibrated
-from zero_recipes.plan.job import PlanRequest, read_request
+from zero_recipes.plan.job import PlanRequest, read_recipe, read_request
 from zero_recipes.plan.predict import Predict, Predictor
 from zero_recipes.plan.simulator import parent
 
-VOCABULARY = 32_000  # of `--params`
+VOCABULARY = 32_000
+# of `--params`, unless the command line has others
+DEFAULTS = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 2048}
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """The verb; `rest` overrides the recipe's keys. Returns 0. Raises Refusal for what cannot be planned."""
     predict = Predictor(arguments.quick)
-    with working(f"reading {arguments.recipe}"):
-        request = request_of(arguments, rest)
+    with working(f"reading {arguments.recipe if arguments.params is None else '--params'}"):
+        request = read_request(arguments, rest) if arguments.params is None else request_of_size(arguments, rest)
         if not arguments.quick and predict.missing(request.jobs()[0]):
             parent.start("gpu")  # loads the engine's libraries meanwhile
         answer = answer_by(Predictor(quick=True), arguments, request)
@@ -55,15 +60,19 @@ def simulated(draft: output.Answer, arguments: argparse.Namespace, predict: Pred
     return answer_by(predict, arguments, draft.request)
 
 
-def request_of(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
-    """What is requested of the recipe, with a model like Llama in place of its own where `--params` names a size."""
-    if arguments.params is None:
-        return read_request(arguments, rest)
+def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
+    """What is requested of a model like Llama that has about so many parameters."""
     config, name = llama(arguments.params)
-    request = read_request(arguments, rest, config)
-    settings = request.recipe.settings.replace(model_name_or_path=name)
-    recipe = replace(request.recipe, path=Path("RECIPE.yaml"), settings=settings)
-    return replace(request, recipe=recipe)
+    schema = json.loads((FILES / "recipes" / "schema.json").read_text())["properties"]  # TRL's parser waits for torch
+    values = {key: row.get("default") for key, row in schema.items()} | {"datasets": [], "include_for_metrics": []}
+    settings = Settings(values | DEFAULTS)
+    recipe = Recipe(Path("RECIPE.yaml"), settings, DEFAULTS, "")
+    if rest:
+        with tempfile.TemporaryDirectory() as folder:
+            write_json(file := Path(folder, "recipe.yaml"), DEFAULTS)  # JSON is YAML
+            recipe = replace(read_recipe(file, rest), path=recipe.path)
+    recipe = replace(recipe, settings=recipe.settings.replace(model_name_or_path=name))
+    return replace(read_request(arguments, rest, recipe, config), no_lengths="there is no recipe")
 
 
 def llama(parameters: float) -> tuple[dict, str]:

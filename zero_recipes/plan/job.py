@@ -281,11 +281,10 @@ class PlanRequest:
 
 
 def read_request(
-    arguments: argparse.Namespace, overrides: list[str], config: dict[str, Any] | None = None
+    arguments: argparse.Namespace, overrides: list[str], recipe: Recipe | None = None, config: dict | None = None
 ) -> PlanRequest:
-    """Of the command line. `config`: of another model than the recipe's."""
-    gpu = gpu_named(arguments.gpu, gpus(arguments.hardware))
-    recipe = read_recipe(arguments.recipe, overrides)
+    """Of the command line, or of this recipe and its model's config."""
+    gpu, recipe = gpu_named(arguments.gpu, gpus(arguments.hardware)), recipe or read_recipe(arguments.recipe, overrides)
     if arguments.network is not None:
         gpu = gpu.model_copy(update={"network_gb_s": arguments.network})
     settings, text, per_node = recipe.settings, arguments.gpus, arguments.gpus_per_node
