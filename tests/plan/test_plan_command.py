@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, recipe, strategies
 from zero_recipes.cli import main as cli
@@ -71,6 +72,7 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, monkeypatch):
 
 
 def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monkeypatch):
+    """Above the engine's answer on a terminal, which takes its place; elsewhere a line of what goes on."""
     seen = []
 
     def predictor(quick=False, **_):
@@ -83,6 +85,8 @@ def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monk
     monkeypatch.setattr(command, "answer_by", lambda predict, *rest, plain=command.answer_by: plain(known, *rest))
     words = ["plan", RECIPE, "--gpus", "2", "--strategies", "zero3"]
     assert cli.main(words) == 0 and "by formulas: zero3 tightly fits" in seen[0].err and not seen[0].out
+    monkeypatch.setattr(command, "terminal", lambda: Console(force_terminal=True, width=80))
+    assert cli.main(words) == 0 and "The results of the simulated engine follow." in seen[1].out
 
 
 def test_only_what_must_be_simulated_starts_the_engines_process(capsys, tmp_path, monkeypatch):

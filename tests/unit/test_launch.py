@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -312,8 +313,12 @@ def test_a_phase_inside_another_is_taken_out_of_it_and_a_failure_names_the_inner
     assert clock.failed == "save"
 
 
-def test_what_goes_on_is_one_line_where_there_is_no_terminal():
-    console = Console(file=io.StringIO(), width=80)
-    with tables.working("reading [/INST]", console) as say:
+def test_what_goes_on_is_printed_at_once_and_again_until_it_ends(monkeypatch):
+    console, started, ends = Console(file=io.StringIO(), width=80), [], iter([False, True])
+    event = SimpleNamespace(wait=lambda seconds: next(ends), set=lambda: started.append("ended"))
+    thread = lambda target, daemon: SimpleNamespace(start=lambda: started.append(target))  # noqa: E731
+    monkeypatch.setattr(tables, "threading", SimpleNamespace(Event=lambda: event, Thread=thread))
+    with tables.working("reading", console) as say:
         say("planning")
-    assert console.file.getvalue() == "reading [/INST]\n"
+        started[0]()
+    assert re.fullmatch(r"reading\nplanning: \d+ s\n", console.file.getvalue()) and started[1:] == ["ended"]

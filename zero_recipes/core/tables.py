@@ -1,6 +1,9 @@
 """Rows under columns, for the terminal (rich): every table that this project prints."""
 
+import threading
+import time
 import unicodedata
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -33,15 +36,25 @@ def terminal(stderr: bool = False) -> Console:
 
 @contextmanager
 def working(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Says what goes on, on stderr or `console`: with a spinner on a terminal, elsewhere in one line. Gives a function
-    that says something else from then on, on a terminal."""
+    """Says what goes on, on stderr or `console`: a spinner on a terminal, elsewhere a line at once and every ten
+    seconds. Gives a function that says something else from then on."""
     console = console or terminal(stderr=True)
-    if not console.is_terminal:
-        console.print(plain(what), soft_wrap=True)
-        yield lambda text: None
+    started, done, message = time.monotonic(), threading.Event(), deque([what], maxlen=1)
+    if console.is_terminal:
+        with console.status(plain(what)) as status:
+            yield lambda text: status.update(plain(text))
         return
-    with console.status(plain(what)) as status:
-        yield lambda text: status.update(plain(text))
+
+    def say() -> None:
+        while not done.wait(10):
+            console.print(plain(f"{message[0]}: {time.monotonic() - started:.0f} s"), soft_wrap=True)
+
+    console.print(plain(what), soft_wrap=True)
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield message.append
+    finally:
+        done.set()
 
 
 class Column(NamedTuple):

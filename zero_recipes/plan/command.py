@@ -3,8 +3,13 @@
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+
+from rich.live import Live
+from rich.text import Text
 
 from zero_recipes.config.recipe import Recipe, Settings
 from zero_recipes.core.files import FILES, write_json
@@ -31,7 +36,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             parent.start("gpu")  # loads the engine's libraries meanwhile
         answer = answer_by(Predictor(quick=True), arguments, request)
     if not arguments.quick:
-        with working(f"simulating the engine; by formulas: {output.bottom_line(answer)}"):
+        with _shown_meanwhile(answer, arguments.json):
             answer = simulated(answer, arguments, predict)
     if arguments.json:
         print(json.dumps(output.document(answer), indent=2))
@@ -58,6 +63,22 @@ def simulated(draft: output.Answer, arguments: argparse.Namespace, predict: Pred
     """The engine's answer in place of the formulas'. All that the formulas name is simulated side by side."""
     predict.prepare([row.job for row in (*draft.rows, *draft.lighter.values())])
     return answer_by(predict, arguments, draft.request)
+
+
+@contextmanager
+def _shown_meanwhile(draft: output.Answer, as_json: bool) -> Iterator[None]:
+    """The formulas' answer, until the engine's takes its place; a line on stderr where no terminal can be rewritten."""
+    console = terminal()
+    if as_json or not console.is_terminal:
+        with working(f"by formulas: {output.bottom_line(draft)}") as say:
+            say("simulating the engine")
+            yield
+        return
+    with console.capture() as shown:
+        output.print_answer(draft, console)
+        console.print("The results of the simulated engine follow.\n", style="yellow")
+    with Live(Text.from_ansi(shown.get()), console=console, auto_refresh=False, transient=True):
+        yield
 
 
 def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
