@@ -58,6 +58,9 @@ def test_a_bad_file_is_named_with_its_key_or_line(tmp_path):
         read_runs(tmp_path)
 
 
+HIGHER = [{"params": 2_000_000, "grads": 9_000_000, "optimizer": 6_000_000, "offloaded_host": 0, "offloaded_disk": 0}]
+
+
 @pytest.mark.parametrize("files", [{}, {"metrics.json": "{"}, {"sweep.json": '{"schema": 2'}])
 def test_a_folder_without_a_run_that_can_be_read_is_refused(tmp_path, capsys, files):
     if "sweep.json" in files:
@@ -124,6 +127,8 @@ def test_without_ddp_the_baseline_is_zero0_and_without_both_there_is_none(tmp_pa
         ("same conditions", {"zero3": {"device": "cpu"}}, "no", f"device ({GPU}, cpu)"),
         ("same conditions", {"zero3": {"tokens": {"all": 8000, "non_padding": 1, "supervised": 1}}}, "no",
          "tokens trained on (8,000, 9,000)"),
+        ("as much memory", {}, "yes", "zero0 1.250, zero1 1.000, zero2 1.000, zero3 1.000"),
+        ("as much memory", {"zero2": {"model_state_bytes": HIGHER}}, "no", " zero2 holds more than zero1. Measured"),
         ("same loss", {}, "yes", "Equal to the last bit over 6 steps."),
         ("same loss", {"zero1": {"loss_history": [2.0, 1.8, None]}}, "no", "not finite: zero1 from step 3."),
         ("same loss", {"zero1": {"loss_history": LOSSES[:3]}}, "yes", "Only steps 1 to 3 are compared"),
@@ -207,7 +212,7 @@ def test_the_page_fetches_nothing_and_escapes_what_models_and_people_wrote(repor
     assert min(path.stat().st_size for path in folder.glob("*.png")) > 10_000, "an empty picture"
     assert re.findall(r'(?:src|href)\s*=\s*"(?!data:image/png;base64,)', page) == []
     assert re.findall(r"<link|<script|<iframe|@import|url\(|<i>", page) == []
-    assert page.count('src="data:image/png;base64,') == 3
+    assert page.count('src="data:image/png;base64,') == 4
     assert "prompt number 10 &lt;i&gt;" in page and "prompt number 11" not in page and "alone\n\nother" in page
     assert "Below is an instruction." not in page and "###" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page and "CUDA out of memory &lt;sorry&gt;" in page

@@ -6,6 +6,7 @@ gets the verdict "cannot tell" and the reason.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from zero_recipes.core import units
@@ -16,6 +17,7 @@ from zero_recipes.report.read import texts
 Verdict = Literal["yes", "no", "cannot tell"]
 Answer = tuple[Verdict, str]
 
+EQUAL_MEMORY = 1e-3  # padding to whole partitions may add a few bytes to a stage
 EQUAL_SPEED = 0.05  # less is noise
 LOSS_FP32 = 1e-5
 LOSS_16_BIT = 2e-2  # one step's rounding; tests hold short runs of the stages to 1e-3, and to 1e-5 in fp32
@@ -37,9 +39,9 @@ class Judgement(NamedTuple):
 
 
 def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
-    """All judgements on these runs, in the order in which a reader asks; two of them need compared rows."""
+    """All judgements on these runs, in the order in which a reader asks; three of them need compared rows."""
     compared = read.comparison(runs)
-    judges = {"alike": _alike, "losses": _losses_equal}
+    judges = {"alike": _alike, "staircase": _staircase, "losses": _losses_equal}
     answers = {name: judge(compared) for name, judge in judges.items()} if compared else {}
     answers["answers"] = _answers(runs)
     wording = texts()["judgements"]
@@ -92,6 +94,24 @@ def _alike(runs: Sequence[MeasuredRun]) -> Answer:
     listed = "; ".join(f"{key} ({', '.join(values)})" for key, values in differing.items())
     measured = f"The rows differ in {listed}." if differing else f"{len(runs)} rows with the same settings."
     return _yes(not differing), f"{measured} Each ran once."
+
+
+def _staircase(runs: Sequence[MeasuredRun]) -> Answer:
+    finished = {run.strategy: run for run in runs if run.status == "ok" and run.fullest_rank}
+    stages = [finished.get("zero0") or finished.get("ddp")]  # without zero0, ddp stands for it
+    stages += [finished.get(name) for name in ("zero1", "zero2", "zero3")]
+    totals = {run.label: run.fullest_rank.total for run in stages if run}
+    if len(totals) < 2:
+        return "cannot tell", "Fewer than two stages were measured."
+    measured = f"Model states of the fullest rank: {_listed(totals, units.size)}."
+    rises = [(a, b) for a, b in pairwise(totals) if totals[b] > totals[a] * (1 + EQUAL_MEMORY)]
+    for lower, upper in rises:
+        measured += f" {upper} holds more than {lower}."
+    textbooks = {run.label: read.textbook(run) for run in stages if run}
+    shares = {label: totals[label] / size for label, size in textbooks.items() if size}
+    if shares:
+        measured += f" Measured over textbook: {_listed(shares, '{:.3f}'.format)}."
+    return _yes(not rises), measured
 
 
 def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:

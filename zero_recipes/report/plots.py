@@ -43,6 +43,7 @@ def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path
     setting = read.setting(compared)
     return {
         "staircase": _draw_states(compared, setting, folder / "staircase.png"),
+        "throughput": _draw_throughput(compared, setting, folder / "throughput.png"),
         "loss": _draw_losses(compared, setting, folder / "loss.png"),
     }
 
@@ -91,6 +92,31 @@ def _states(run: MeasuredRun) -> dict[str, int]:
     """Bytes by part, those that are there."""
     sizes = {part: getattr(run.fullest_rank, part, None) for part in STATES}
     return {part: size for part, size in sizes.items() if size}
+
+
+def _draw_throughput(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
+    """Non-padding tokens per second over all ranks, with the share of the baseline on top."""
+    reference = read.baseline(runs)
+    fastest = max((run.speed or 0 for run in runs), default=0)
+    with _figure(path, BARS_INCHES) as figure:
+        axes = _titled(figure.subplots(), "Throughput", setting)
+        axes.set(ylim=(0, 1.16 * fastest or 1), ylabel="non-padding tokens per second, all ranks")
+        axes.yaxis.set_major_formatter("{x:,.0f}" if fastest >= 10 else "{x:g}")
+        for place, (run, colour) in enumerate(zip(runs, colours(runs), strict=True)):
+            if run.speed is None:
+                why = ABSENT.get(run.status, run.status)
+                _note(axes, why, (place, 0), (0, 6), rotation=90, ha="center", va="bottom", color=ALARM)
+                continue
+            axes.bar(place, run.speed, 0.62, color=colour)
+            label = units.count(run.speed)
+            share = read.relative_speed(run, reference)
+            if share is not None:
+                label += f"\n{units.percent(share)}"
+            _above(axes, place, run.speed, label, len(runs))
+        _names_below(axes, [_label(run) for run in runs], fastest)
+        if reference:
+            axes.set_xlabel(f"percentages: relative to {reference.label}", fontsize=9.5)
+    return path
 
 
 def _draw_losses(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
