@@ -136,6 +136,7 @@ def hold_output_dir(output_dir: Path) -> Iterator[None]:
         except OSError as error:
             raise refusal("ZR748", output_dir=output_dir, reason=f"{error.strerror}: {error.filename}") from None
 
+    agree(lambda: None)  # a rank that is still in `refuse_in_use` would take this run for another
     once(make_and_acquire, "locks the output folder")
     try:
         yield
