@@ -79,9 +79,9 @@ def test_a_refused_resume_changes_nothing(saved, tmp_path):
     rows = str(write_rows(tmp_path / "others", 20, seed=1))
     run = start(arguments(recipe, "zero2", out, *RESUME, "--dataset_name", rows), tmp_path)
     assert end(run) == 2
+    assert contents(out) == before
     message = (tmp_path / "plain.txt").read_text()
     assert f"{out}/checkpoint-{SAVED_AT} was trained on different rows [ZR727]" in message
-    assert contents(out) == before
 
 
 @pytest.mark.launch
