@@ -38,15 +38,14 @@ def prepare(argv: list[str]):
 
 def train(run):
     """One run in its process group. Returns the trainer, its group still alive."""
-    from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
     from zero_recipes.checks.predicted import planning
     from zero_recipes.checks.preflight import resolved_ds_config
     from zero_recipes.distributed.nvme import swap_space
     from zero_recipes.training.output import RecipeRun
     from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    run = resolve_resume_checkpoint(run)
     with RecipeRun.hold(run) as recipe_run, swap_space(run.strategy):
+        run = recipe_run.choose_checkpoint()
         recipe_run.prepare_libraries()
         with planning(run) as planned:
             recipe_run.prepare_data()
@@ -54,7 +53,7 @@ def train(run):
         model = recipe_run.load_model()  # the last that can refuse: nothing on disk is touched so far
         recipe_run.claim(predicted, resolved_ds_config(run, recipe_run.data.rows))
         trainer = ZeroSFTTrainer.of_recipe(model, recipe_run)
-        trainer.train(run.checkpoint)
+        trainer.train(recipe_run.run.checkpoint)
         recipe_run.progress("the model is not saved")  # what is measured is kept, whatever fails from here on
         recipe_run.progress(trainer.save_verified())
         trainer.sample_after()

@@ -11,6 +11,7 @@ import torch
 
 import run_sft
 from tests.helpers.around import before
+from tests.helpers.forget import forget_last_run
 from zero_recipes import model as models
 from zero_recipes.core.findings import Finding, Preempted, Refusal, RunFailed
 from zero_recipes.core.process import rank as rank_here
@@ -29,7 +30,11 @@ def strict(text: str) -> Any:
 
 def ending(argv: list[str]) -> dict:
     """How a run ends on this rank: its error's type and message, metrics.json and the files of its folder."""
-    run, error = run_sft.prepare(argv), None
+    return ending_of(run_sft.prepare(argv))
+
+
+def ending_of(run) -> dict:
+    error = None
     try:
         run_sft.train(run)
     except (RunFailed, Refusal, Exception) as raised:
@@ -44,6 +49,18 @@ def ending(argv: list[str]) -> dict:
     }
 
 
+def ending_after_another(argv: list[str]) -> dict:
+    """`ending` of a run that has looked at its folder before another one trained there to its end; with the steps that
+    it trains."""
+    run = run_sft.prepare(argv)
+    run_sft.train(run_sft.prepare(argv))
+    torch.distributed.barrier()
+    forget_last_run()
+    steps = []
+    with before(trainer.ZeroSFTTrainer, "training_step", lambda self, *_: steps.append(self.state.global_step)):
+        return ending_of(run) | {"steps": steps}
+
+
 def ending_at_hub(argv: list[str], address: str) -> dict:
     """`ending`, where that is the hub's address."""
     from huggingface_hub import constants
@@ -52,9 +69,11 @@ def ending_at_hub(argv: list[str], address: str) -> dict:
         return ending(argv)
 
 
-def break_at(argv: list[str], point: str, error: str = "RuntimeError", words: str = "it broke") -> dict:
+def break_at(
+    argv: list[str], point: str, error: str = "RuntimeError", words: str = "it broke", address: str | None = None
+) -> dict:
     """`ending` of a run that breaks on all ranks: where it loads the weights, saves the model, or answers the samples
-    after training."""
+    after training. `address`: of `ending_at_hub`."""
     points = {"load": (models, "load_model"), "save": (trainer.ZeroSFTTrainer, "save_model")}
     owner, name = points.get(point, (samples, "answer"))
     kinds = {"RuntimeError": RuntimeError, "MemoryError": MemoryError, "OSError": OSError}
@@ -67,7 +86,7 @@ def break_at(argv: list[str], point: str, error: str = "RuntimeError", words: st
         raise kinds[error](words)
 
     with mock.patch.object(owner, name, call):
-        return ending(argv)
+        return ending(argv) if address is None else ending_at_hub(argv, address)
 
 
 def nan_on_rank_1(argv: list[str], first: int, steps: int, value: float | str = "nan") -> dict:

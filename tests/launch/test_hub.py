@@ -20,10 +20,14 @@ from zero_recipes.training import card
 class Hub(BaseHTTPRequestHandler):
     """What create_repo and create_commit ask of the hub, every file sent within the commit."""
 
+    def do_GET(self):  # who the token belongs to
+        return self.answer(200, {"name": "me"}) if self.server.knows_token else self.answer(401, {"error": "who?"})
+
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.answers.wait(60)
         if self.path.endswith("/repos/create"):
+            self.server.created.append(json.loads(body)["name"])
             answer = {"url": f"{self.server.address}/me/taught", "id": "me/taught"}
         elif self.path.endswith("/preupload/main"):
             named = json.loads(body)["files"]
@@ -56,6 +60,7 @@ def hub(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.address = f"http://127.0.0.1:{server.server_port}"
     server.answers, server.files, server.refuses = threading.Event(), {}, True
+    server.created, server.knows_token = [], True
     server.answers.set()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", server.address)
@@ -97,7 +102,7 @@ def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, two, tmp_path, 
     for ended in two.run("sample_cases.ending_at_hub", argv=argv, address=hub.address):
         assert ended["error"][0] == "NotPushed" and "was not pushed to me/taught" in ended["error"][1]
     assert ended["metrics"]["status"] == "ok" and verify(out)
-    assert not hub.files
+    assert hub.created == ["taught"] and not hub.files
 
     hub.refuses = False
     monkeypatch.setenv("HF_TOKEN", "x")
@@ -112,3 +117,19 @@ def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, two, tmp_path, 
     losses = ended["metrics"]["loss_history"]
     assert f"{losses[-1]:.4f} at step 3." in pushed.text and "zero2 on 2 x cpu" in pushed.text
     assert "| measured |\n" in pushed.text, "nothing was planned"
+
+
+def test_a_run_that_is_refused_leaves_no_repository(hub, two, tmp_path):
+    """For its rows, or where it would load the weights; and for its token before that."""
+    hub_keys = {"push_to_hub": True, "hub_model_id": "me/taught", "hub_token": "hf_secret", "save_model": True}
+    argv = arguments(write_recipe(tmp_path, **hub_keys), "zero2", tmp_path / "out")
+    of_rows = [*argv, "--max_length", "4"]  # no answer is left
+    assert "max_length" in two.run("sample_cases.ending_at_hub", argv=of_rows, address=hub.address)[0]["error"][1]
+    refused = {"point": "load", "error": "Refusal", "words": "no weights", "address": hub.address}
+    assert "no weights" in two.run("sample_cases.break_at", argv=argv, **refused)[1]["error"][1]
+    assert hub.created == []
+    hub.knows_token = False
+    ended = two.run("sample_cases.ending_at_hub", argv=argv, address=hub.address)
+    for rank in ended:
+        assert "logging in (push_to_hub)" in rank["error"][1]
+    assert not hub.created and not (tmp_path / "out").exists()

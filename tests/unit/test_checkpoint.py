@@ -229,6 +229,11 @@ FITS = {  # what the run has otherwise than the checkpoint's: (settings, strateg
     "keys that decide nothing": (dict(save_steps=7, output_dir="x", report_to="wandb", sample_prompts=None), {}, []),
     "another stage": ({}, dict(name="zero3", stage=3), ["ZR720"]),
     "another world size": (dict(gradient_accumulation_steps=2), dict(world_size=4), ["-ZR882"]),
+    "another world size in another order": (
+        dict(gradient_accumulation_steps=2),
+        dict(world_size=4, zero={"round_robin_gradients": True}),
+        ["-ZR882", "ZR715"],
+    ),
     "rows by length": (BY_LENGTH, dict(world_size=4), ["-ZR882", "ZR714", "ZR723"]),
     "rows by length, other processes of ddp": (BY_LENGTH, DDP_ON_4, ["ZR720", "ZR714", "ZR723"]),
     "without DeepSpeed": ({}, dict(name="ddp", stage=None), ["ZR720"]),

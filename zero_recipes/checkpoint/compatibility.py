@@ -47,9 +47,10 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
     old_world = written["world_size"]
     if is_resharded(checkpoint):
         old_world = read_states_index(checkpoint)["source"]["world_size"]
-        yield from _resharded(checkpoint, settings, strategy)
     else:
         yield from _ranks(checkpoint, written, strategy)
+    if is_resharded(checkpoint) or needs_reshard(written, strategy):
+        yield from _resharded(checkpoint, settings, strategy)
     order = str(settings.train_sampling_strategy)
     keys = [f"train_sampling_strategy: {order}"] if order in ("group_by_length", "batch_rebalance") else []
     keys += ["dataloader_drop_last: true"] if settings.dataloader_drop_last else []
@@ -131,16 +132,16 @@ def _listed(keys: list[str], values: Mapping) -> str:
 
 
 def _resharded(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
-    """What would make a run from a resharded checkpoint another one than that which was saved."""
+    """What would make a run from a resharded checkpoint, or from one that will be, another one than was saved."""
     if strategy.zero_stage not in (1, 2, 3):
         yield finding("ZR712", name=strategy.name, checkpoint=checkpoint)
         return
-    index, config = read_states_index(checkpoint), strategy.ds_config
+    config = strategy.ds_config
     round_robin = strategy.zero_stage != 3 and config.zero.get("round_robin_gradients")
     if round_robin or (strategy.zero_stage == 1 and config.grad_accum_dtype is not None):
         key = "round_robin_gradients" if round_robin else "data_types.grad_accum_dtype at stage 1"
         yield finding("ZR715", key=key, checkpoint=checkpoint)
-    if index["states"] == "fp32" and config.bf16_masters:
+    if config.bf16_masters and is_resharded(checkpoint) and read_states_index(checkpoint)["states"] == "fp32":
         yield finding("ZR289", checkpoint=checkpoint, zero_stage=strategy.zero_stage)
     best = json.loads((Path(checkpoint) / STATE).read_text()).get("best_model_checkpoint")
     if settings.load_best_model_at_end and best is not None:

@@ -10,18 +10,27 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from torch.utils._pytree import tree_leaves
 
-from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_in
+from zero_recipes.checkpoint.compatibility import fit_findings
+from zero_recipes.checkpoint.resume import (
+    checkpoint_to_resume,
+    clear_unfinished,
+    numbered,
+    requested_in,
+    resumes_in,
+    resuming_from,
+)
 from zero_recipes.checkpoint.save import CHECKSUMS, SAVED, is_foreign
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.core.files import PART
-from zero_recipes.core.findings import Refusal, refusal
-from zero_recipes.core.process import rank
-from zero_recipes.distributed.group import once
+from zero_recipes.core.findings import Refusal, raise_errors, refusal
+from zero_recipes.core.process import rank, say
+from zero_recipes.distributed.group import agree, once
 
 OURS = ("recipe.resolved.yaml", "metrics.json")  # a run leaves at least one of them
 LOCK = ".zero-recipes.lock"
@@ -127,6 +136,7 @@ def hold_output_dir(output_dir: Path) -> Iterator[None]:
         except OSError as error:
             raise refusal("ZR748", output_dir=output_dir, reason=f"{error.strerror}: {error.filename}") from None
 
+    agree(lambda: None)  # a rank that is still in `refuse_in_use` would take this run for another
     once(make_and_acquire, "locks the output folder")
     try:
         yield
@@ -157,11 +167,33 @@ def _release(lock: FileLock, output_dir: Path) -> None:
         lock.release()
 
 
-def claim_output_dir(output_dir: Path, overwrite: bool) -> Path | None:
+def look_again(run: RunConfig) -> RunConfig:
+    """The run, to go on from what its folder holds now: another run may have trained in it before this one held it.
+    Collective, touches nothing. Raises Refusal."""
+    checkpoint = agree(partial(_checkpoint_now, run))[rank()]
+    if checkpoint != run.checkpoint:
+        say(f"{run.output_dir} has changed: resuming from {checkpoint or 'no checkpoint'}")
+    return resuming_from(run, checkpoint)
+
+
+def _checkpoint_now(run: RunConfig) -> str | None:
+    """What `preflight` looks at too."""
+    settings = run.recipe.settings
+    requested = requested_in(run.output_dir, settings)
+    inputs = inputs_of(settings, run.recipe.path, os.environ)
+    refuse_occupied(run.output_dir, requested, settings.overwrite, inputs)
+    checkpoint = checkpoint_to_resume(run.output_dir, requested, settings.overwrite, silent=True)
+    if checkpoint not in (None, run.checkpoint):
+        raise_errors(list(fit_findings(checkpoint, run.settings, run.strategy)))
+    return checkpoint
+
+
+def claim_output_dir(output_dir: Path, overwrite: bool, step: int = 0) -> Path | None:
     """Make the folder this run's, on rank 0, which holds it: an earlier run's failure files and unfinished checkpoints
-    go; under `overwrite` the folder as it was is kept beside it, and returned. Raises Refusal."""
+    go, damaged ones after `step`, where the run begins, are moved aside; under `overwrite` the folder as it was is kept
+    beside it, and returned. Raises Refusal."""
     previous = _keep_previous(output_dir) if overwrite and saved_in(output_dir) else None
-    clear_unfinished(output_dir)
+    clear_unfinished(output_dir, step)
     cut_off = [*output_dir.glob("failure.rank[0-9]*.json"), *output_dir.glob(f"*{PART}")]
     cut_off += [_going(output_dir)] if previous_of(output_dir).exists() else []
     for path in cut_off:

@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -104,10 +106,22 @@ def step_of(checkpoint: Path) -> int:
     return int(digits[1]) if digits else -1
 
 
-def checkpoint_to_resume(output_dir: Path, requested: object, overwrite: bool = False) -> str | None:
+def steps_behind(checkpoint: Path) -> int:
+    """The same by its manifest, whatever its name is; by its name where another program wrote it."""
+    written = save.read_manifest(checkpoint)
+    return step_of(checkpoint) if written is None else written["step"]
+
+
+def checkpoint_to_resume(
+    output_dir: Path,
+    requested: object,
+    overwrite: bool = False,
+    damaged: Collection[Path] = (),
+    silent: bool = False,
+) -> str | None:
     """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
     `true` where there is none starts fresh and says so: a pod that restarts runs the same command. Nothing is changed
-    here (`clear_unfinished` does, once every rank has looked). Raises Refusal."""
+    here (`clear_unfinished` does, after the last refusal). `damaged`: passed over too. Raises Refusal."""
     if not resumes(requested):
         return None
     if overwrite and resumes_in(output_dir, requested):
@@ -115,25 +129,29 @@ def checkpoint_to_resume(output_dir: Path, requested: object, overwrite: bool = 
     if str(requested).lower() != "true":
         checkpoint = Path(str(requested))
         _refuse_not_whole(checkpoint, _fault_of_named(checkpoint))
-        step = (save.read_manifest(checkpoint) or {"step": step_of(checkpoint)})["step"]
+        step = steps_behind(checkpoint)
         later = (path for path in numbered(output_dir) if step_of(path) > step)
         newer = [path.name for path in later if save.checkpoint_fault(path) is None]
         if newer and resumes_in(output_dir, checkpoint):  # the run would write into their folders
             raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
     else:
-        checkpoint = _last_whole(output_dir)
-    say(f"no checkpoint in {output_dir}: starting fresh" if checkpoint is None else f"resuming from {checkpoint}")
+        checkpoint = _last_whole(output_dir, damaged, silent)
+    if not silent:
+        say(f"no checkpoint in {output_dir}: starting fresh" if checkpoint is None else f"resuming from {checkpoint}")
     return None if checkpoint is None else str(checkpoint)
 
 
-def _last_whole(output_dir: Path) -> Path | None:
+def _last_whole(output_dir: Path, damaged: Collection[Path], silent: bool) -> Path | None:
     for checkpoint in reversed(numbered(output_dir)):
+        if checkpoint in damaged:
+            continue
         fault = save.checkpoint_fault(checkpoint)
         if fault is None:
             return checkpoint
         if save.is_foreign(checkpoint):
             raise refusal("ZR704", checkpoint=checkpoint)
-        say(f"skipped: {fault}")
+        if not silent:
+            say(f"skipped: {fault}")
     done = [*output_dir.glob("*.safetensors"), *output_dir.glob("pytorch_model*.bin")]
     if done:
         raise refusal("ZR705", output_dir=output_dir, name=done[0].name)
@@ -156,13 +174,16 @@ def _refuse_not_whole(checkpoint: Path, fault: str | None) -> None:
 
 def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
     """The run, to go on from a checkpoint whose contents are what was written. Collective: every rank calls it, and
-    each reads its share of the files. Where `resume_from_checkpoint: true` found one whose checksums differ, that one
-    is moved aside and the one before it is taken, as for one that is cut off. Raises Refusal, the same on all ranks."""
+    each reads its share of the files. Where `resume_from_checkpoint: true` found one whose checksums differ, the one
+    before it is taken, as for one that is cut off. Nothing is changed here: the run may still be refused. The caller
+    holds the folder. Raises Refusal, the same on all ranks."""
     chosen = agree(lambda: run.checkpoint)
     if len(set(chosen)) > 1:
         listed = ", ".join(f"rank {number}: {path or 'starts fresh'}" for number, path in enumerate(chosen))
         raise refusal("ZR711", listed=listed)
-    requested, share = requested_in(run.output_dir, run.recipe.settings), (rank(), len(chosen))
+    requested = requested_in(run.output_dir, run.recipe.settings)
+    share = (rank(), len(chosen))
+    damaged: list[Path] = []
     while run.checkpoint is not None and not run.settings.skip_checksums:
         checkpoint = Path(run.checkpoint)
         fault = next(filter(None, agree(partial(save.content_fault, checkpoint, *share))), None)
@@ -170,28 +191,51 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
             break
         if str(requested).lower() != "true":
             _refuse_not_whole(checkpoint, fault)
-        once(partial(_move_aside, checkpoint, fault), "moves a checkpoint aside")
-        earlier = checkpoint_to_resume(run.output_dir, requested)
+        say(f"skipped: {fault}")
+        damaged.append(checkpoint)
+        earlier = checkpoint_to_resume(run.output_dir, requested, damaged=damaged)
         if earlier is not None:
             raise_errors(list(fit_findings(earlier, run.settings, run.strategy)))
-        run = dataclasses.replace(run, settings=run.settings.replace(resume_from_checkpoint=earlier))
+        run = resuming_from(run, earlier)
     if run.checkpoint is not None and not (run.settings.trust_checkpoint or resumes_in(run.output_dir, run.checkpoint)):
         agree(partial(_refuse_code, Path(run.checkpoint), *share))
-    if run.checkpoint is None or not needs_reshard(save.read_manifest(Path(run.checkpoint)), run.strategy):
-        return run
-    target = once(partial(_reshard, Path(run.checkpoint), run.strategy), f"reshards {run.checkpoint}")
-    run = dataclasses.replace(run, settings=run.settings.replace(resume_from_checkpoint=str(target)))
-    raise_errors(list(fit_findings(run.checkpoint, run.settings, run.strategy)))
     return run
 
 
-def _reshard(checkpoint: Path, strategy: Strategy) -> Path:
+def resuming_from(run: RunConfig, checkpoint: str | None) -> RunConfig:
+    return dataclasses.replace(run, settings=run.settings.replace(resume_from_checkpoint=checkpoint))
+
+
+@contextmanager
+def resharded_where_needed(run: RunConfig) -> Iterator[RunConfig]:
+    """The run, to go on from its checkpoint or from that checkpoint spread over these processes. Collective; the caller
+    holds the folder. The copy is deleted where it, or anything inside, is refused."""
+    if run.checkpoint is None or not needs_reshard(save.read_manifest(Path(run.checkpoint)), run.strategy):
+        yield run
+        return
+    checkpoint = Path(run.checkpoint)
+    target = checkpoint.with_name(f"{checkpoint.name}-zero{run.strategy.zero_stage}-world{run.strategy.world_size}")
+    run = resuming_from(run, str(target))
+
+    def reshard() -> None:
+        _reshard(checkpoint, run.strategy, target)
+        raise_errors(list(fit_findings(str(target), run.settings, run.strategy)))
+
+    try:
+        once(reshard, f"reshards {checkpoint}")
+        yield run
+    except Refusal:
+        if rank() == 0 and (target / save.OF_A_RUN).exists():
+            shutil.rmtree(target)
+        raise
+
+
+def _reshard(checkpoint: Path, strategy: Strategy, target: Path) -> None:
     """By the command, on rank 0: a run does not import what rewrites checkpoints. One that a user has made is taken."""
     stage, world_size = strategy.zero_stage, strategy.world_size
-    target = checkpoint.with_name(f"{checkpoint.name}-zero{stage}-world{world_size}")
     if target.exists() and not (target / save.OF_A_RUN).exists():
         _refuse_not_whole(target, save.checkpoint_fault(target))
-        return target
+        return
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed; the checkpoint may be another by now
     command = [sys.executable, "-m", "zero_recipes.cli.main", "reshard", str(checkpoint), "--skip_checksums"]
     command += ["--world_size", str(world_size), "--stage", str(stage)]
@@ -201,7 +245,6 @@ def _reshard(checkpoint: Path, strategy: Strategy) -> Path:
     if ended.returncode:
         raise refusal("ZR883", checkpoint=checkpoint, world_size=world_size, error=ended.stderr[-600:].strip())
     (target / save.OF_A_RUN).touch()
-    return target
 
 
 def forget_resharded(output_dir: Path) -> None:
@@ -211,17 +254,21 @@ def forget_resharded(output_dir: Path) -> None:
         shutil.rmtree(mark.parent)
 
 
-def clear_unfinished(output_dir: Path) -> None:
-    """Make room for the checkpoints to come, on rank 0 once every rank has chosen the one to go on from. Unfinished
+def clear_unfinished(output_dir: Path, step: int = 0) -> None:
+    """Make room for the checkpoints after `step`, where the run begins, on rank 0 after the last refusal. Unfinished
     ones are deleted: nobody can go on from them, and their steps are trained again, bit for bit. Damaged ones were
-    whole once: they are moved aside."""
+    whole once: they are moved aside. A later one was passed over, so its contents may be what is damaged."""
     for checkpoint in numbered(output_dir):
         if checkpoint.is_symlink() or save.is_foreign(checkpoint):
             continue  # no run of ours made it
         if save.is_unfinished(checkpoint):
             say(f"deleted: {checkpoint}, which is incomplete")
             shutil.rmtree(checkpoint)
-        elif fault := save.checkpoint_fault(checkpoint):
+            continue
+        fault = save.checkpoint_fault(checkpoint)
+        if fault is None and step_of(checkpoint) > step:
+            fault = save.content_fault(checkpoint)
+        if fault is not None:
             _move_aside(checkpoint, fault)
 
 

@@ -6,14 +6,20 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Self
 
 from transformers import PreTrainedModel
 
 from zero_recipes import model as models
 from zero_recipes.checkpoint.compatibility import refuse_other_data
-from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir
-from zero_recipes.checkpoint.resume import forget_resharded
+from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir, look_again
+from zero_recipes.checkpoint.resume import (
+    forget_resharded,
+    resharded_where_needed,
+    resolve_resume_checkpoint,
+    steps_behind,
+)
 from zero_recipes.config.recipe import RunConfig, write_resolved
 from zero_recipes.core.findings import UNFINISHED, Preempted, Refusal, library_error_as_finding
 from zero_recipes.core.process import CLOCK, rank, remember_signals, say
@@ -53,6 +59,11 @@ class RecipeRun:
         finally:
             remember_signals(False)
 
+    def choose_checkpoint(self) -> RunConfig:
+        """The run, to go on from a whole checkpoint (collective). Chosen again: nobody else changes the folder now."""
+        self.run = resolve_resume_checkpoint(look_again(self.run))
+        return self.run
+
     def prepare_libraries(self) -> None:
         """TRL's arguments and the model's configuration; the libraries are set up for this run."""
         run, arguments = self.run, self.run.trl_arguments()
@@ -66,8 +77,10 @@ class RecipeRun:
         with CLOCK.phase("model"):
             self.config = models.load_config(run.settings)
             models.refuse_other_keys(self.config, run.settings)
-        self.repository = self._create_repository()
+        self.args.push_to_hub = False  # the Trainer would push its folder as it is, and at each save
         self._log_in()
+        if run.settings.push_to_hub:  # the repository is created after the weights are loaded
+            once(library_error_as_finding("logging in (push_to_hub)")(hub(self.args.hub_token).whoami), "logs in")
         self.args.model_init_kwargs = None  # of load_model; SFTTrainer would warn that it ignores them
 
     def prepare_data(self) -> None:
@@ -85,8 +98,12 @@ class RecipeRun:
     def claim(self, predicted: PredictedMetrics | None, ds_config: dict[str, Any] | None) -> None:
         """From here on the folder is this run's: what an earlier one left may go, the launch is written down. Every
         rank calls it (collectives). `ds_config`: as it is in force, None without DeepSpeed."""
-        run = self.run
-        previous = once(partial(claim_output_dir, run.output_dir, run.settings.overwrite), "claims the folder")
+        with resharded_where_needed(self.run) as run:
+            self.repository = self._create_repository()
+            step = 0 if run.checkpoint is None else steps_behind(Path(run.checkpoint))
+            claim = partial(claim_output_dir, run.output_dir, run.settings.overwrite, step)
+            previous = once(claim, "claims the folder")
+        self.run = run
         if previous is not None:
             say(f"kept: the results of an earlier run, in {previous}")
         if rank() == 0:
@@ -124,10 +141,8 @@ class RecipeRun:
             print(f"next: zero-recipes {next_ones.format(self.run.output_dir)}", flush=True)
 
     def _create_repository(self) -> str | None:
-        """The repository to push to, on every rank, before a weight is loaded; None where none is requested. The
-        Trainer, which would push its folder as it is and at each save, pushes nothing."""
-        self.args.push_to_hub, wanted = False, self.run.settings.push_to_hub
-        if not wanted:
+        """The repository to push to, on every rank, once nothing else can refuse; None where none is requested."""
+        if not self.run.settings.push_to_hub:
             return None
         args, name = self.args, self.args.hub_model_id or self.run.output_dir.resolve().name
 
