@@ -39,6 +39,9 @@ def session(run: RunConfig) -> Iterator[None]:
     """The run's process group, ready before TrainingArguments. A run that went well ends it itself (Trainer.end). One
     that is refused ends gloo's, or its exit can abort other ranks (exit code -6), but not NCCL's, which would wait for
     ranks that are in a collective (pytorch/torchtitan#1342). The launcher of one that fails ends the other ranks."""
+    if CLOCK.is_taken:  # by an earlier training of this process
+        CLOCK.__init__()
+    CLOCK.is_taken = True
     ops = ops_of(run.strategy, run.device, run.settings)
     start_process_group(run.strategy, run.device, run.settings.ddp_timeout, ops)
     set_host_threads(run.strategy, run.device)
