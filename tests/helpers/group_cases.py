@@ -1,10 +1,12 @@
 """Cases of tests/launch/test_group.py: ranks that meet (as a program) and that share what one of them did."""
 
+import itertools
 import json
 import os
 import signal
 import sys
 from datetime import timedelta
+from unittest import mock
 
 import torch
 from torch import distributed
@@ -64,6 +66,23 @@ def shared(fault: str | None, on: int) -> dict[str, str]:
         "rank_0_writes": writes,
     }
     return {name: _outcome(way) for name, way in ways.items()}
+
+
+def skipped(call: str, on: int, first_call: int) -> str:
+    """What this rank gets where rank `on` goes past one call, and calls the next. `first_call`: no earlier one's."""
+
+    def rows() -> str:
+        return "rows"
+
+    def plan() -> str:
+        return "plan"
+
+    calls = {"agree": lambda: group.agree(rows), "once": lambda: group.once(rows, "reads the rows")}
+    numbers = mock.patch.object(group, "_calls", itertools.count(first_call))
+    with numbers, mock.patch.object(group, "READ_SECONDS", 1.0):
+        if distributed.get_rank() == on:
+            return _outcome(lambda: group.once(plan, "plans the run"))
+        return _outcome(calls[call])
 
 
 def _outcome(way) -> str:

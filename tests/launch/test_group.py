@@ -89,6 +89,19 @@ def test_what_another_rank_refuses_all_refuse(two):
         assert (found["agree"], found["once"]) == ("Refusal: refused: what [ZR000]", "0")
 
 
+@pytest.mark.parametrize("call, on, first_call", [("agree", 1, 10_000), ("once", 0, 20_000)])
+def test_a_call_that_one_rank_skips_is_named_with_the_one_it_makes(two, call, on, first_call):
+    """The others would wait for the skipped one."""
+    found = two.run("group_cases.skipped", call=call, on=on, first_call=first_call)
+    doing = {"agree": "works with the others", "once": "reads the rows"}[call]
+    calls = f"{doing} (skipped.<locals>.rows)", "plans the run (skipped.<locals>.plan)"
+    other = 1 - on
+    wanted = f"RuntimeError: call {first_call} is {calls[0]} on rank {other}, and {calls[1]} on rank {on}"
+    assert found[other] == wanted
+    if on == 1:  # rank 0 plans the run itself, and waits for nobody
+        assert found[on] == f"RuntimeError: call {first_call} is {calls[1]} on rank 1, and {calls[0]} on rank 0"
+
+
 def test_nobody_waits_for_a_rank_0_that_died(meet):
     ended = meet({0: {"dies": True}, 1: {"dies": False}}, 2)
     assert [code for code, _ in ended] == [-signal.SIGKILL, 1], ended
