@@ -9,11 +9,14 @@ from datetime import timedelta
 from unittest import mock
 
 import torch
+from accelerate import PartialState
 from torch import distributed
 
 from zero_recipes.core.findings import Finding, Refusal, RunFailed, print_ending
 from zero_recipes.core.process import leave
 from zero_recipes.distributed import group
+from zero_recipes.metrics.callback import StageMetricsCallback
+from zero_recipes.training import divergence
 
 TIMEOUT = timedelta(seconds=1234)
 
@@ -83,6 +86,26 @@ def skipped(call: str, on: int, first_call: int) -> str:
         if distributed.get_rank() == on:
             return _outcome(lambda: group.once(plan, "plans the run"))
         return _outcome(calls[call])
+
+
+def has_nonfinite_weights(on: int) -> bool:
+    """What this rank hears where a weight of rank `on` alone is NaN."""
+    PartialState(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    if distributed.get_rank() == on:
+        model.weight.data[1, 1] = torch.nan
+    return divergence.has_nonfinite_weights(model)
+
+
+def figures_of_a_step(losses: list[float], norms: list[float]) -> tuple[float, float]:
+    """(loss, gradient norm) that this rank judges a step by, whose own are those of its place."""
+    metrics, me = StageMetricsCallback(), distributed.get_rank()
+    metrics.probe, metrics.communication = mock.MagicMock(), mock.MagicMock()
+    metrics.losses.append(torch.tensor(losses[me]))
+    metrics.norm = torch.tensor(norms[me])
+    metrics.on_step_end(None, None, None)
+    assert str(metrics.grad_norms) == str([norms[me]])
+    return metrics.last_step
 
 
 def _outcome(way) -> str:

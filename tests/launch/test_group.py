@@ -5,6 +5,7 @@ namespaces, joined by a veth pair, stand for two hosts: each has its own interfa
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -100,6 +101,22 @@ def test_a_call_that_one_rank_skips_is_named_with_the_one_it_makes(two, call, on
     assert found[other] == wanted
     if on == 1:  # rank 0 plans the run itself, and waits for nobody
         assert found[on] == f"RuntimeError: call {first_call} is {calls[1]} on rank 1, and {calls[0]} on rank 0"
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_weights_that_one_rank_alone_has_lost_end_the_run_on_all(two, on):
+    """The others would wait for it in the next collective."""
+    assert two.run("group_cases.has_nonfinite_weights", on=on) == [True, True]
+    assert two.run("group_cases.has_nonfinite_weights", on=2) == [False, False]
+
+
+def test_all_ranks_judge_a_step_by_the_norm_of_the_worst(two):
+    for bad in (math.inf, -math.inf):
+        for norms in ([1.0, bad], [bad, 1.0]):
+            found = two.run("group_cases.figures_of_a_step", losses=[2.0, 4.0], norms=norms)
+            assert found == [[3.0, bad]] * 2
+    (_, norm), _ = two.run("group_cases.figures_of_a_step", losses=[2.0, 4.0], norms=[1.0, math.nan])
+    assert math.isnan(norm)
 
 
 def test_nobody_waits_for_a_rank_0_that_died(meet):

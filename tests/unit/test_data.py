@@ -398,4 +398,6 @@ def test_any_text_is_printed_written_and_read_again(drawn):
 
 def test_scores():
     assert text_scores(" The fish hums.", "The fish hums.") == {"exact_match": 1.0, "token_f1": 1.0}
+    assert text_scores(" ", "") == {"exact_match": 1.0, "token_f1": 1.0}, "nothing was expected"
+    assert text_scores("fish", "") == text_scores("", "fish") == {"exact_match": 0.0, "token_f1": 0.0}
     assert text_scores("The cat hums.", "The fish hums.") == {"exact_match": 0.0, "token_f1": pytest.approx(2 / 3)}
