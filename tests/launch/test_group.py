@@ -71,7 +71,7 @@ def test_a_wrong_sum_is_refused(meet):
     [
         ("refusal", "Refusal: refused: what [ZR000]", "Refusal: refused: what [ZR000]"),
         ("known", "Diverging: lost", "Diverging: lost"),
-        ("unknown", "OSError: no room", "RuntimeError: rank 0, which {}, failed: OSError: no room"),
+        ("unknown", "OSError: no room", "PeerFailed: rank 0, which {}, failed: OSError: no room"),
     ],
 )
 def test_what_rank_0_fails_of_both_fail_of(two, fault, first, other):

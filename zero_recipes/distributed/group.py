@@ -19,7 +19,7 @@ from torch.distributed.elastic.utils.store import barrier
 
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import Refusal, RunFailed, first_line, print_ending, refusal
+from zero_recipes.core.findings import PeerFailed, Refusal, RunFailed, first_line, print_ending, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import CLOCK, local_world_size, rank
 from zero_recipes.distributed.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_locks
@@ -228,7 +228,7 @@ def rank_0_writes() -> Iterator[None]:
 def _shared(work: Callable[[], Any], workers: Sequence[int], doing: str) -> list[Any]:
     """What `work` returns on each of the workers, on every process that calls this. All processes do.
 
-    Raises on all what the first of them failed of: Refusal and RunFailed as they are, of the rest a RuntimeError that
+    Raises on all what the first of them failed of: Refusal and RunFailed as they are, of the rest a PeerFailed that
     names the rank. By way of the rendezvous store: a collective ends every rank after `ddp_timeout`, and tokenising or
     writing a large model may take longer (deepspeedai/DeepSpeed#7533). A rank that skipped a call would leave all
     others waiting: every rank says which call this is, and RuntimeError names both where two differ.
@@ -245,7 +245,7 @@ def _shared(work: Callable[[], Any], workers: Sequence[int], doing: str) -> list
         except Exception as error:
             own = reported = error
             if not isinstance(error, (Refusal, RunFailed)):
-                reported = RuntimeError(f"rank {me}, which {doing}, failed: {type(error).__name__}: {error}")
+                reported = PeerFailed(f"rank {me}, which {doing}, failed: {type(error).__name__}: {error}")
     store.set(f"{key}/{me}", pickle.dumps((operation, value, reported)))
     outcomes = {}
     for worker in workers:
@@ -253,7 +253,7 @@ def _shared(work: Callable[[], Any], workers: Sequence[int], doing: str) -> list
             store.wait([f"{key}/{worker}"], FOREVER)
             theirs, *outcomes[worker] = pickle.loads(store.get(f"{key}/{worker}"))
         except distributed.DistError as error:  # the store is in rank 0 or its launcher
-            raise RuntimeError(f"rank 0 died, or rank {worker}, which {doing}, without a message") from error
+            raise PeerFailed(f"rank 0 died, or rank {worker}, which {doing}, without a message") from error
         if theirs != operation:
             _leave_together(store, distributed.get_world_size(), key)
             raise RuntimeError(f"call {number} is {operation} on rank {me}, and {theirs} on rank {worker}")
