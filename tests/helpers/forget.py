@@ -15,7 +15,7 @@ LINEAR = torch.nn.functional.linear
 
 def forget_last_run() -> None:
     """What accelerate, transformers and DeepSpeed keep of a run for the whole process."""
-    CLOCK.__init__()
+    CLOCK.__init__(0.0)
     AcceleratorState._reset_state()
     GradientState._reset_state()
     unset_hf_deepspeed_config()

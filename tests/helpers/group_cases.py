@@ -1,17 +1,22 @@
 """Cases of tests/launch/test_group.py: ranks that meet (as a program) and that share what one of them did."""
 
+import itertools
 import json
 import os
 import signal
 import sys
 from datetime import timedelta
+from unittest import mock
 
 import torch
+from accelerate import PartialState
 from torch import distributed
 
 from zero_recipes.core.findings import Finding, Refusal, RunFailed, print_ending
 from zero_recipes.core.process import leave
 from zero_recipes.distributed import group
+from zero_recipes.metrics.callback import StageMetricsCallback
+from zero_recipes.training import divergence
 
 TIMEOUT = timedelta(seconds=1234)
 
@@ -64,6 +69,43 @@ def shared(fault: str | None, on: int) -> dict[str, str]:
         "rank_0_writes": writes,
     }
     return {name: _outcome(way) for name, way in ways.items()}
+
+
+def skipped(call: str, on: int, first_call: int) -> str:
+    """What this rank gets where rank `on` goes past one call, and calls the next. `first_call`: no earlier one's."""
+
+    def rows() -> str:
+        return "rows"
+
+    def plan() -> str:
+        return "plan"
+
+    calls = {"agree": lambda: group.agree(rows), "once": lambda: group.once(rows, "reads the rows")}
+    numbers = mock.patch.object(group, "_calls", itertools.count(first_call))
+    with numbers, mock.patch.object(group, "READ_SECONDS", 1.0):
+        if distributed.get_rank() == on:
+            return _outcome(lambda: group.once(plan, "plans the run"))
+        return _outcome(calls[call])
+
+
+def has_nonfinite_weights(on: int) -> bool:
+    """What this rank hears where a weight of rank `on` alone is NaN."""
+    PartialState(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    if distributed.get_rank() == on:
+        model.weight.data[1, 1] = torch.nan
+    return divergence.has_nonfinite_weights(model)
+
+
+def figures_of_a_step(losses: list[float], norms: list[float]) -> tuple[float, float]:
+    """(loss, gradient norm) that this rank judges a step by, whose own are those of its place."""
+    metrics, me = StageMetricsCallback(), distributed.get_rank()
+    metrics.probe, metrics.communication = mock.MagicMock(), mock.MagicMock()
+    metrics.losses.append(torch.tensor(losses[me]))
+    metrics.norm = torch.tensor(norms[me])
+    metrics.on_step_end(None, None, None)
+    assert str(metrics.grad_norms) == str([norms[me]])
+    return metrics.last_step
 
 
 def _outcome(way) -> str:

@@ -5,6 +5,7 @@ namespaces, joined by a veth pair, stand for two hosts: each has its own interfa
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -70,7 +71,7 @@ def test_a_wrong_sum_is_refused(meet):
     [
         ("refusal", "Refusal: refused: what [ZR000]", "Refusal: refused: what [ZR000]"),
         ("known", "Diverging: lost", "Diverging: lost"),
-        ("unknown", "OSError: no room", "RuntimeError: rank 0, which {}, failed: OSError: no room"),
+        ("unknown", "OSError: no room", "PeerFailed: rank 0, which {}, failed: OSError: no room"),
     ],
 )
 def test_what_rank_0_fails_of_both_fail_of(two, fault, first, other):
@@ -87,6 +88,35 @@ def test_what_rank_0_fails_of_both_fail_of(two, fault, first, other):
 def test_what_another_rank_refuses_all_refuse(two):
     for found in two.run("group_cases.shared", fault="refusal", on=1):
         assert (found["agree"], found["once"]) == ("Refusal: refused: what [ZR000]", "0")
+
+
+@pytest.mark.parametrize("call, on, first_call", [("agree", 1, 10_000), ("once", 0, 20_000)])
+def test_a_call_that_one_rank_skips_is_named_with_the_one_it_makes(two, call, on, first_call):
+    """The others would wait for the skipped one."""
+    found = two.run("group_cases.skipped", call=call, on=on, first_call=first_call)
+    doing = {"agree": "works with the others", "once": "reads the rows"}[call]
+    calls = f"{doing} (skipped.<locals>.rows)", "plans the run (skipped.<locals>.plan)"
+    other = 1 - on
+    wanted = f"RuntimeError: call {first_call} is {calls[0]} on rank {other}, and {calls[1]} on rank {on}"
+    assert found[other] == wanted
+    if on == 1:  # rank 0 plans the run itself, and waits for nobody
+        assert found[on] == f"RuntimeError: call {first_call} is {calls[1]} on rank 1, and {calls[0]} on rank 0"
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_weights_that_one_rank_alone_has_lost_end_the_run_on_all(two, on):
+    """The others would wait for it in the next collective."""
+    assert two.run("group_cases.has_nonfinite_weights", on=on) == [True, True]
+    assert two.run("group_cases.has_nonfinite_weights", on=2) == [False, False]
+
+
+def test_all_ranks_judge_a_step_by_the_norm_of_the_worst(two):
+    for bad in (math.inf, -math.inf):
+        for norms in ([1.0, bad], [bad, 1.0]):
+            found = two.run("group_cases.figures_of_a_step", losses=[2.0, 4.0], norms=norms)
+            assert found == [[3.0, bad]] * 2
+    (_, norm), _ = two.run("group_cases.figures_of_a_step", losses=[2.0, 4.0], norms=[1.0, math.nan])
+    assert math.isnan(norm)
 
 
 def test_nobody_waits_for_a_rank_0_that_died(meet):

@@ -188,6 +188,8 @@ def test_the_same_command_goes_on_after_a_signal_or_a_kill_and_not_after_an_erro
         (tmp_path / "metrics.json").write_text(json.dumps({"status": status, "error": error}))
         wanted = "true" if status in ("preempted", "failed") else None
         assert resume.requested_in(tmp_path, recipe.settings) == wanted, status
+        overwrites = recipe.settings.replace(overwrite=True)
+        assert resume.requested_in(tmp_path, overwrites) is None, status
 
 
 def test_other_processes_keep_the_batch(tmp_path):
@@ -197,6 +199,14 @@ def test_other_processes_keep_the_batch(tmp_path):
         wanted = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
         assert resume.batch_kept(tmp_path, "true", asked, world_size) == wanted
     assert resume.batch_kept(tmp_path, "true", [2, 3, None], 4) is None, "the recipe says another"
+
+
+def test_a_micro_batch_that_does_not_divide_becomes_the_largest_that_does():
+    batch = resume.Batch(micro=4, accumulation=2, world_size=3)
+    assert batch.over(4) == (3, 2, 4)
+    assert batch.over(2) == (4, 3, 2)
+    assert batch.over(24) == (1, 1, 24)
+    assert refusal_of(batch.over, 5).codes == ["ZR743"]
 
 
 def test_rotation_keeps_the_newest_and_the_best_and_is_safe_to_kill(tmp_path, monkeypatch):

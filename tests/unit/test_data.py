@@ -7,6 +7,7 @@ import math
 import tempfile
 from pathlib import Path
 
+import numpy
 import pytest
 import trl
 from datasets import Dataset, Features, List, Value, concatenate_datasets
@@ -228,6 +229,20 @@ def test_a_mixture_is_drawn_by_its_weights_whatever_forms_its_entries_have(tmp_p
         load.load_rows(settings_with(datasets=[mixed[0], entries[1] | more], **keys))
 
 
+def test_the_test_split_follows_from_the_seed_alone(tmp_path):
+    """Ranks have drawn differently by then, and each splits for itself."""
+    folder = written(tmp_path, {"rows.jsonl": lines([{"text": f"fish {i}"} for i in range(200)])})
+    mixture = {"datasets": [{"path": str(folder)}], "test_split_size": 0.2, "dataset_format": None}
+
+    def test_split(seed: int, drawn_before: int) -> list[str]:
+        numpy.random.seed(drawn_before)
+        splits, _ = load.load_splits(settings_with(seed=seed, **mixture))
+        return splits["test"]["text"][:]
+
+    assert len(test_split(3, 0)) == 40
+    assert test_split(3, 0) == test_split(3, 1) != test_split(4, 1)
+
+
 # a template as its model's repository has it: the token that ends a turn, what it puts before the last answer, and what
 # it writes after a turn
 STOCK = {
@@ -383,4 +398,6 @@ def test_any_text_is_printed_written_and_read_again(drawn):
 
 def test_scores():
     assert text_scores(" The fish hums.", "The fish hums.") == {"exact_match": 1.0, "token_f1": 1.0}
+    assert text_scores(" ", "") == {"exact_match": 1.0, "token_f1": 1.0}, "nothing was expected"
+    assert text_scores("fish", "") == text_scores("", "fish") == {"exact_match": 0.0, "token_f1": 0.0}
     assert text_scores("The cat hums.", "The fish hums.") == {"exact_match": 0.0, "token_f1": pytest.approx(2 / 3)}

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import re
 import shutil
 import sys
@@ -13,7 +14,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed
+import numpy
 import pytest
+import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from rich.console import Console
@@ -21,7 +24,7 @@ from torch.utils.file_baton import FileBaton
 
 from tests.helpers.damage import refusal_of
 from tests.helpers.faults import ROOT, Side
-from tests.helpers.tiny import write_model, write_recipe
+from tests.helpers.tiny import write_model, write_recipe, write_rows
 from tests.helpers.two_ranks import environment_of_launch
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
@@ -322,3 +325,32 @@ def test_what_goes_on_is_printed_at_once_and_again_until_it_ends(monkeypatch):
         say("planning")
         started[0]()
     assert re.fullmatch(r"reading\nplanning: \d+ s\n", console.file.getvalue()) and started[1:] == ["ended"]
+
+
+def test_the_checks_leave_random_numbers_as_they_were(tmp_path, monkeypatch):
+    """They build a trainer, which seeds all generators, and split the data."""
+    rows = write_rows(tmp_path / "rows", count=9)
+    recipe = write_recipe(tmp_path, dataset_name=None, datasets=[{"path": str(rows)}], test_split_size=0.2)
+    overrides = ["--use_cpu", "true", "--full_determinism", "true", "--output_dir", str(tmp_path / "out")]
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+
+    def draws() -> list[float]:
+        return [random.random(), numpy.random.random(), torch.rand(1).item()]
+
+    def set_states() -> None:
+        random.seed(1)
+        numpy.random.seed(2)
+        torch.manual_seed(3)
+
+    set_states()
+    wanted = draws()
+    set_states()
+    seeded.clear()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    run, _ = preflight(recipe, recipes.read_recipe_file(recipe), overrides, {})
+    assert run is not None
+    assert draws() == wanted
+    assert seeded == []
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ

@@ -13,18 +13,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as draw
+from torch import distributed
 
 from tests.helpers.report_runs import PARAMETERS, on_cpu
 from tests.helpers.sample_cases import strict
 from tests.helpers.tiny import ROOT
-from zero_recipes.core.findings import Finding, Refusal
+from zero_recipes.core.findings import Finding, PeerFailed, Refusal
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.callback import UNFINISHED
-from zero_recipes.metrics.failure import RankFailure, cause_of, failed_row, keep_failure, signal_in
+from zero_recipes.metrics.failure import (
+    RankFailure,
+    cause_of,
+    failed_row,
+    is_echo,
+    keep_failure,
+    signal_in,
+    write_failure,
+)
 from zero_recipes.metrics.probe import RankFigures, continued, percentile_90, steps_not_timed, summarise
 from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics
 from zero_recipes.training.divergence import Diverged, StopAtDivergence
 from zero_recipes.training.output import RecipeRun
+from zero_recipes.training.trainer import NotSaved
 
 OK_ROW = on_cpu("zero1")
 
@@ -185,25 +195,48 @@ def test_weights_that_the_last_step_spoiled_are_not_saved():
 
 # the first cause
 
+GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:29"
 NOISE = [
-    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:29",
-    "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp",
-    "DistNetworkError: failed to recv",
-    "RuntimeError: rank 0, which prepares the data of this machine, failed: x",
+    RuntimeError(GLOO),
+    distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp"),
+    distributed.DistNetworkError("failed to recv"),
+    PeerFailed("rank 0, which reshards out/checkpoint-6, failed: OSError: no room"),
 ]
 
 
-def failure(rank: int, error: str, time: float, status: str = "failed") -> RankFailure:
-    return RankFailure(rank=rank, status=status, phase="train", error=error, largest_memory={}, time=time)
+def failure(rank: int, error: Exception, time: float, status: str = "failed") -> RankFailure:
+    """As that rank writes it."""
+    text, echo = f"{type(error).__name__}: {error}", is_echo(error)
+    about = {"phase": "train", "largest_memory": {}, "is_echo": echo}
+    return RankFailure(rank=rank, status=status, error=text, time=time, **about)
+
+
+@pytest.mark.parametrize("noise", NOISE, ids=lambda error: type(error).__name__)
+def test_what_another_rank_failed_of_is_known_whatever_it_is_wrapped_in(tmp_path, noise):
+    with pytest.raises(NotSaved) as caught:
+        raise NotSaved("checkpoint-6 could not be saved") from noise
+    assert write_failure(tmp_path, "save", caught.value, {}).is_echo
+    assert write_failure(tmp_path, "save", noise, {}).is_echo
+    with pytest.raises(NotSaved) as caught:
+        raise NotSaved("checkpoint-6 could not be saved") from OSError("no room")
+    assert not write_failure(tmp_path, "save", caught.value, {}).is_echo
+    assert not write_failure(tmp_path, "save", ValueError("rank 0, which saves, is a name"), {}).is_echo
+
+
+def test_a_failure_of_an_earlier_version_is_read(tmp_path):
+    written = json.loads(failure(1, ValueError("a"), 1.0).model_dump_json())
+    del written["is_echo"]
+    (tmp_path / "failure.rank1.json").write_text(json.dumps(written))
+    assert cause_of(tmp_path).error == "ValueError: a"
 
 
 @given(draw.permutations(range(4)), draw.lists(draw.sampled_from(NOISE), min_size=2, max_size=2), draw.booleans())
 def test_the_first_cause_is_named_whoever_writes_first(order, noise, out_of_memory):
     """The noise of the others may be written before it (clocks differ); every order of writing ends the same."""
-    cause = failure(0, "ValueError: a row is broken", 100.0)
+    cause = failure(0, ValueError("a row is broken"), 100.0)
     if out_of_memory:
-        cause = failure(0, "OutOfMemoryError: CUDA out of memory", 105.0, "oom")
-    everyone = [cause, failure(1, "ValueError: it broke later", 101.0)]
+        cause = failure(0, torch.OutOfMemoryError("CUDA out of memory"), 105.0, "oom")
+    everyone = [cause, failure(1, ValueError("it broke later"), 101.0)]
     everyone += [failure(2 + number, error, 90.0) for number, error in enumerate(noise)]
     losses = [2.0, 1.0, math.nan]
     unfinished = Metrics(schema=SCHEMA, status="failed", error=UNFINISHED, name="n", strategy="zero2")

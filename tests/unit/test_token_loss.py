@@ -10,13 +10,14 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig
 
 from tests.helpers.tiny import ROOT, llama_config
 from zero_recipes.libs.huggingface import rows_left_over
-from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, tokens_repeated
+from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, begin_epoch, tokens_repeated
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
 
@@ -99,6 +100,21 @@ def test_a_stream_gives_the_same_batches_to_any_number_of_processes_and_has_no_e
         assert order == [number % sum(counts) for number in range(steps * size * world)]
         skipped = [list(islice(iter(skip_first_batches(loader, steps - 2)), 2)) for loader in ranks]
         assert skipped == [batches[-2:] for batches in taken], "a resumed run takes other rows"
+
+
+@pytest.mark.parametrize("kind", ["random", "group_by_length"])
+def test_the_order_of_an_epoch_follows_from_its_seed_and_number_alone(kind):
+    def order(epoch: int, seed: int, drawn_before: int = 0) -> list[int]:
+        torch.manual_seed(drawn_before)
+        lengths = [1 + row % 7 for row in range(64)]
+        sampler = RandomSampler(lengths) if kind == "random" else LengthGroupedSampler(4, lengths=lengths)
+        begin_epoch(sampler, epoch, seed)
+        return list(sampler)
+
+    assert sorted(order(1, seed=3)) == list(range(64))
+    assert order(1, seed=3) == order(1, seed=3, drawn_before=9)
+    assert order(1, seed=3) != order(2, seed=3)
+    assert order(1, seed=3) != order(1, seed=30)
 
 
 @pytest.mark.parametrize("packed, loss_type", [(False, "nll"), (True, "nll"), (False, "dft")])

@@ -117,6 +117,10 @@ class Preempted(RunFailed):
     status, exit_code = "preempted", PREEMPTED
 
 
+class PeerFailed(RuntimeError):
+    """What another rank failed of, or that it died: never the cause of a run's end."""
+
+
 @contextlib.contextmanager
 def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[None]:
     """Whatever a library raises inside becomes one Refusal with the library's message. A Refusal passes as it is, and

@@ -152,13 +152,16 @@ def _end_at_once() -> None:
 
 
 class PhaseClock:
-    """Seconds of each of PHASES since the process was started, `before` this object; outside of all is "startup"."""
+    """Seconds of each of PHASES. What is outside of all phases counts as "startup" in the clock of a process, which
+    began `before` this object; a later training's clock does not count it."""
 
-    def __init__(self, before: float = 0.0) -> None:
+    def __init__(self, before: float | None = None) -> None:
         self.failed: str | None = None  # the innermost phase that an error has left
+        self.is_taken = False  # by a training
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._mark = time.perf_counter() - before
-        self._stack = [PHASES[0]]
+        self._mark = time.perf_counter() - (before or 0.0)
+        self._outside = None if before is None else PHASES[0]
+        self._stack: list[str] = []
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -174,16 +177,25 @@ class PhaseClock:
             self.book()
             self._stack.pop()
 
-    def switch(self, name: str) -> None:
-        """From now on the innermost phase is another."""
+    def count_outside_as(self, name: str | None) -> None:
+        """From now on, what is outside of all phases; None: it is not counted."""
         self.book()
-        self._stack[-1] = name
+        self._outside = name
 
     def book(self) -> None:
         """Count up to this moment."""
         now = time.perf_counter()
-        self.seconds[self._stack[-1]] += now - self._mark
+        name = self._stack[-1] if self._stack else self._outside
+        if name is not None:
+            self.seconds[name] += now - self._mark
         self._mark = now
 
 
-CLOCK = PhaseClock(age())  # of this process
+CLOCK = PhaseClock(age())  # of this process and its first training; a recipe's run always has it
+
+
+def clock_of_training() -> PhaseClock:
+    """The process's clock for its first training, a clock of its own for each later one."""
+    clock = PhaseClock() if CLOCK.is_taken else CLOCK
+    clock.is_taken = True
+    return clock

@@ -19,7 +19,7 @@ from torch.distributed.elastic.utils.store import barrier
 
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import Refusal, RunFailed, first_line, print_ending, refusal
+from zero_recipes.core.findings import PeerFailed, Refusal, RunFailed, first_line, print_ending, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import CLOCK, local_world_size, rank
 from zero_recipes.distributed.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_locks
@@ -39,6 +39,9 @@ def session(run: RunConfig) -> Iterator[None]:
     """The run's process group, ready before TrainingArguments. A run that went well ends it itself (Trainer.end). One
     that is refused ends gloo's, or its exit can abort other ranks (exit code -6), but not NCCL's, which would wait for
     ranks that are in a collective (pytorch/torchtitan#1342). The launcher of one that fails ends the other ranks."""
+    if CLOCK.is_taken:  # by an earlier training of this process
+        CLOCK.__init__()
+    CLOCK.is_taken = True
     ops = ops_of(run.strategy, run.device, run.settings)
     start_process_group(run.strategy, run.device, run.settings.ddp_timeout, ops)
     set_host_threads(run.strategy, run.device)
@@ -225,36 +228,46 @@ def rank_0_writes() -> Iterator[None]:
 def _shared(work: Callable[[], Any], workers: Sequence[int], doing: str) -> list[Any]:
     """What `work` returns on each of the workers, on every process that calls this. All processes do.
 
-    Raises on all what the first of them failed of: Refusal and RunFailed as they are, of the rest a RuntimeError that
+    Raises on all what the first of them failed of: Refusal and RunFailed as they are, of the rest a PeerFailed that
     names the rank. By way of the rendezvous store: a collective ends every rank after `ddp_timeout`, and tokenising or
-    writing a large model may take longer (deepspeedai/DeepSpeed#7533).
+    writing a large model may take longer (deepspeedai/DeepSpeed#7533). A rank that skipped a call would leave all
+    others waiting: every rank says which call this is, and RuntimeError names both where two differ.
     """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return [work()]
-    me, key = rank(), f"zero_recipes/shared/{next(_calls)}"
+    me, number = rank(), next(_calls)
+    key, operation = f"zero_recipes/shared/{number}", _operation(work, doing)
     store = distributed.group.WORLD.get_group_store()
-    own = None
+    own = value = reported = None
     if me in workers:
-        value = reported = None
         try:
             value = work()
         except Exception as error:
             own = reported = error
             if not isinstance(error, (Refusal, RunFailed)):
-                reported = RuntimeError(f"rank {me}, which {doing}, failed: {type(error).__name__}: {error}")
-        store.set(f"{key}/{me}", pickle.dumps((value, reported)))
+                reported = PeerFailed(f"rank {me}, which {doing}, failed: {type(error).__name__}: {error}")
+    store.set(f"{key}/{me}", pickle.dumps((operation, value, reported)))
     outcomes = {}
     for worker in workers:
         try:
             store.wait([f"{key}/{worker}"], FOREVER)
-            outcomes[worker] = pickle.loads(store.get(f"{key}/{worker}"))
+            theirs, *outcomes[worker] = pickle.loads(store.get(f"{key}/{worker}"))
         except distributed.DistError as error:  # the store is in rank 0 or its launcher
-            raise RuntimeError(f"rank 0 died, or rank {worker}, which {doing}, without a message") from error
+            raise PeerFailed(f"rank 0 died, or rank {worker}, which {doing}, without a message") from error
+        if theirs != operation:
+            _leave_together(store, distributed.get_world_size(), key)
+            raise RuntimeError(f"call {number} is {operation} on rank {me}, and {theirs} on rank {worker}")
     failed = next((worker for worker, (_, error) in outcomes.items() if error is not None), None)
     if failed is not None:
         _leave_together(store, distributed.get_world_size(), key)
         raise own if failed == me else outcomes[failed][1]
     return [value for value, _ in outcomes.values()]
+
+
+def _operation(work: Callable[[], Any], doing: str) -> str:
+    """Its name on all ranks: "saves (rank_0_writes.<locals>.end)"."""
+    function = work.func if isinstance(work, partial) else work
+    return f"{doing} ({function.__qualname__})"
 
 
 def gather_rows(own: torch.Tensor) -> torch.Tensor:

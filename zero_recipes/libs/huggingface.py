@@ -8,6 +8,7 @@ is documented; without them a missing kernel would be found after the weights ar
 import contextlib
 import os
 import pickle
+import random
 import re
 import zipfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import numpy
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
@@ -191,14 +193,30 @@ LAUNCHED += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMPI_", "PMI_", "MV
 
 
 @contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Random numbers of Python, NumPy and torch go on afterwards as if nothing was seeded inside: every Trainer seeds
+    all of them. CUDA's are never seeded inside: before CUDA is initialized, torch would remember the seed for it."""
+    of_python = random.getstate()
+    of_numpy = numpy.random.get_state()
+    no_cuda_seed = patch.object(torch.cuda, "manual_seed_all", lambda seed: None)
+    with no_cuda_seed, torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            numpy.random.set_state(of_numpy)
+
+
+@contextlib.contextmanager
 def single_process_env() -> Iterator[None]:
-    """One process on the CPU, whatever the launcher set, and silent libraries. The environment is restored afterwards,
-    accelerate's states are not: TrainingArguments makes them anew (transformers, training_args.py `_setup_devices`)."""
+    """One process on the CPU, whatever the launcher set, and silent libraries. The environment and random states are
+    restored afterwards, accelerate's states are not: TrainingArguments makes them anew (transformers, training_args.py
+    `_setup_devices`)."""
     from accelerate import PartialState
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
-    with environment_kept(), quiet(), without_deepspeed_announcement():
+    with environment_kept(), quiet(), without_deepspeed_announcement(), random_states_kept():
         for name in [name for name in os.environ if name.startswith(LAUNCHED)]:
             del os.environ[name]
         try:

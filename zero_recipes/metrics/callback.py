@@ -18,7 +18,7 @@ from zero_recipes.config.recipe import precision_of
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED
 from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
-from zero_recipes.core.process import CLOCK, local_world_size, rank, signalled
+from zero_recipes.core.process import PhaseClock, clock_of_training, local_world_size, rank, signalled
 from zero_recipes.distributed.group import gather_rows
 from zero_recipes.libs.deepspeed import STATE_PARTS, whole_shape
 from zero_recipes.libs.patches import share_not_quantized
@@ -72,6 +72,7 @@ class StageMetricsCallback(TrainerCallback):
     def begin(self) -> None:
         """Nothing is measured yet."""
         self.finished = False
+        self.clock = PhaseClock()
         self.steps = probe.StepClock("cpu")  # the device's, once training begins
         self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
         self.step_losses: list[float] = []  # the same of all ranks, as soon as the step is over
@@ -195,12 +196,12 @@ class StageMetricsCallback(TrainerCallback):
         if self.finished:  # of an earlier training of the same Trainer
             self.begin()
         if self.identity is None:  # in anybody's Trainer
+            self.clock = clock_of_training()
             self.identify(args, model)
         if state.global_step and not self.resumed_at:
             self.load_state_dict({}, state.global_step)
         if self.identity.precision == "fp32" or not self.strategy.is_deepspeed:
             self.exact_master_weights = True
-        CLOCK.switch("train")
         self.started_at, total = state.global_step, state.max_steps - state.global_step
         self.warmup, self.probed = probe.steps_not_timed(total), min(1, max(0, total - 1))
         self.record("engine_built")
@@ -212,6 +213,7 @@ class StageMetricsCallback(TrainerCallback):
         self.probe = probe.StateProbe(model, optimizer, self.strategy, self.record)
         self.communication = CommunicationCounter(engine, self.strategy)
         if self.engine is None:
+            self.clock.count_outside_as("train")
             self.forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             self.write("failed", UNFINISHED)
         if total:  # a resumed run may have no step left, and then nothing would stop it
@@ -277,6 +279,7 @@ class StageMetricsCallback(TrainerCallback):
         self.end_steps()
         if self.ends_with_training:
             self.write()
+            self.clock.count_outside_as(None)
 
     def end_steps(self) -> None:
         """Training has ended: the figures are complete. Every rank calls it (collectives)."""
@@ -338,7 +341,7 @@ class StageMetricsCallback(TrainerCallback):
             return
         if not self.finished:
             self.summary = self.summary.model_copy(update={"loss_history": self.losses_so_far()})
-        CLOCK.book()
+        self.clock.book()
         row = schema.Metrics(
             schema=schema.SCHEMA,
             status=status,
@@ -346,7 +349,7 @@ class StageMetricsCallback(TrainerCallback):
             **dict(self.identity),
             **dict(self.summary),
             memory_phases=self.phases if self.device == "cuda" else None,
-            phase_seconds={name: round(spent, 3) for name, spent in CLOCK.seconds.items()},
+            phase_seconds={name: round(spent, 3) for name, spent in self.clock.seconds.items()},
             first_step=self.first_step,
             resumed_at=self.resumed_at,
             exact_master_weights=self.exact_master_weights,

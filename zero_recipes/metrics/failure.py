@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zero_recipes.core.files import write_text
-from zero_recipes.core.findings import UNFINISHED
+from zero_recipes.core.findings import UNFINISHED, PeerFailed
 from zero_recipes.core.process import rank
 from zero_recipes.metrics import schema
 
 # messages about a peer that has ended, by gloo, NCCL, the store and Linux
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 ECHOES += ("gloo/transport", "NCCL error", "NCCL communicator was aborted", "DistNetworkError", "DistStoreError")
-ECHOES += ("Socket Timeout", "Timed out waiting", "which prepares the data of this machine", "which plans the run")
+ECHOES += ("Socket Timeout", "Timed out waiting")
 
 
 class RankFailure(schema.Part):
@@ -28,6 +28,7 @@ class RankFailure(schema.Part):
     error: str  # type and message of the exception
     largest_memory: dict[str, int]  # bytes by part, the largest first
     traceback: str = ""
+    is_echo: bool = False  # of another rank's failure or end
     time: float  # when it was written, in seconds since 1970
 
 
@@ -44,6 +45,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return any(words in str(error).lower() for words in ("out of memory", "t allocate memory", "status_alloc_failed"))
+
+
+def is_echo(error: BaseException | None) -> bool:
+    """Whether an exception, or what it was raised from, says that another rank has failed or ended."""
+    if error is None:
+        return False
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, PeerFailed) or any(words in message for words in ECHOES):
+        return True
+    return is_echo(error.__cause__)
 
 
 def write_failure(
@@ -65,6 +76,7 @@ def write_failure(
         error=f"{type(error).__name__}: {error}".strip() + (f" ({save_status})" if save_status else ""),
         largest_memory=dict(sorted(memory.items(), key=lambda item: -item[1])),
         traceback="".join(traceback.format_exception(error)),
+        is_echo=is_echo(error),
         time=time.time(),
     )
     with contextlib.suppress(OSError):  # a full disk may be the very failure
@@ -79,7 +91,7 @@ def cause_of(output_dir: Path) -> RankFailure | None:
 
     def order(failure: RankFailure) -> tuple[bool, bool, float]:
         """Clocks of machines differ: the time alone does not tell what a peer's end causes from the cause."""
-        return failure.status != "oom", any(words in failure.error for words in ECHOES), failure.time
+        return failure.status != "oom", failure.is_echo, failure.time
 
     return min(found, key=order, default=None)
 

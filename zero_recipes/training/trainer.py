@@ -22,7 +22,7 @@ from zero_recipes.checkpoint.resume import forget_resharded, load_resharded, num
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import UNFINISHED, Preempted, first_line
 from zero_recipes.core.host import library_versions
-from zero_recipes.core.process import CLOCK, remember_signals, say, signalled
+from zero_recipes.core.process import CLOCK, clock_of_training, remember_signals, say, signalled
 from zero_recipes.distributed.group import agree, gather_rows, once, rank_0_writes
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.deepspeed import is_partitioned, set_masters
@@ -80,12 +80,14 @@ class ZeroSFTTrainer(SFTTrainer):
         self.is_preemptible = False  # from the first step on
         self.evaluation_due = False  # it was cut short
         cut = rows_are_cut(recipe_run.args) if recipe_run else contextlib.nullcontext()
-        with CLOCK.phase("model"), cut:
+        clock = CLOCK if recipe_run else clock_of_training()
+        with clock.phase("model"), cut:
             super().__init__(*arguments, **keywords)
         found = [each for each in self.callback_handler.callbacks if isinstance(each, StageMetricsCallback)]
         self.stage_metrics = found[0] if found else StageMetricsCallback()
         if not found:
             self.add_callback(self.stage_metrics)
+        self.stage_metrics.clock = clock
         self.stage_metrics.identify(self.args, self.model)
         if recipe_run is None:
             patches.patch_libraries(self.stage_metrics.strategy, self.args.ddp_timeout)
@@ -125,7 +127,7 @@ class ZeroSFTTrainer(SFTTrainer):
         if self.stage_metrics.finished:  # of an earlier training
             self.stage_metrics.begin()
         self._load_history(resume_from_checkpoint)
-        with CLOCK.phase("train"):
+        with self.stage_metrics.clock.phase("train"):
             try:
                 trained = super().train(resume_from_checkpoint, *arguments, **keywords)
                 self._evaluate_if_due()  # no epoch was left
@@ -165,7 +167,7 @@ class ZeroSFTTrainer(SFTTrainer):
         resharded = resume_from_checkpoint is not None and save.is_resharded(resume_from_checkpoint)
         in_16_bits = self.is_deepspeed_enabled and (self.args.bf16 or self.args.fp16)
         begins = in_16_bits and resume_from_checkpoint is None
-        with CLOCK.phase("model"), self._own_masters() if begins else contextlib.nullcontext():
+        with self.stage_metrics.clock.phase("model"), self._own_masters() if begins else contextlib.nullcontext():
             checkpoint = None if resharded else resume_from_checkpoint
             prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
             if resharded:
@@ -173,7 +175,7 @@ class ZeroSFTTrainer(SFTTrainer):
                 self._load_optimizer_and_scheduler(resume_from_checkpoint)
         self.stage_metrics.engine = self.model_wrapped
         if self.answers_before is None:
-            with CLOCK.phase("eval"):
+            with self.stage_metrics.clock.phase("eval"):
                 self.answers_before = samples.answer_before(self, self.samples, self._max_new_tokens)
         self.is_preemptible = self.recipe_run is not None and self.recipe_run.run.saves_on_signals
         if self.is_preemptible:
@@ -325,7 +327,7 @@ class ZeroSFTTrainer(SFTTrainer):
 
     def evaluate(self, *arguments, **keywords):
         random_state = torch.get_rng_state()
-        with CLOCK.phase("eval"):
+        with self.stage_metrics.clock.phase("eval"):
             try:
                 return super().evaluate(*arguments, **keywords)
             except CutShort:  # the run that goes on evaluates again: its data loader draws from here
@@ -349,7 +351,7 @@ class ZeroSFTTrainer(SFTTrainer):
     def sample_after(self) -> None:
         """The sample prompts once more; samples.jsonl and a table on rank 0. Collective. A signal cuts them short."""
         self.is_preemptible &= not self.args.load_best_model_at_end  # the optimizer is of another step
-        with CLOCK.phase("eval"):
+        with self.stage_metrics.clock.phase("eval"):
             try:
                 after = samples.answer(self, self.samples, self._max_new_tokens, self._leave_if_signalled)
             except CutShort:
@@ -380,7 +382,7 @@ class ZeroSFTTrainer(SFTTrainer):
         if not_finite(self.stage_metrics) or has_nonfinite_weights(self.model):
             say(f"no checkpoint at step {self.state.global_step}: loss or weights are not finite")
             return
-        with CLOCK.phase("save"):
+        with self.stage_metrics.clock.phase("save"):
             if self.args.save_only_model or trial is not None:  # nothing goes on from it
                 super()._save_checkpoint(model, trial)
                 return
@@ -446,7 +448,7 @@ class ZeroSFTTrainer(SFTTrainer):
         run = self.recipe_run.run
         if not run.settings.save_model:
             return "no model was to be saved"
-        with CLOCK.phase("save"):
+        with self.stage_metrics.clock.phase("save"):
             self.save_model(str(run.output_dir))
             with rank_0_writes():
                 if self.args.process_index == 0:
