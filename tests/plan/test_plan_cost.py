@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers import report_runs
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, made_up, recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
@@ -27,8 +26,8 @@ def at_home(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
 
 
-def estimated(asked, rows=None, factor=None) -> cost.Speed:
-    return cost.estimate(asked, predict_by_formulas(asked), H100, factor, rows)
+def estimated(asked, rows=None) -> cost.Speed:
+    return cost.estimate(asked, predict_by_formulas(asked), H100, rows)
 
 
 def test_computation_is_flops_at_the_share_of_the_rate_and_what_layers_read_and_write():
@@ -232,50 +231,3 @@ def test_a_stated_mean_takes_the_place_of_the_rows(capsys):
     assert "ZR841" in capsys.readouterr().err
     said = plan(capsys, "--dataset_name", "no-such/data-set", "--strategies", "zero2", "-v")
     assert "Rows: lengths unknown" in said and "each row is assumed to have 256 tokens" in said
-
-
-def measured(asked, rows=None, slower: float = 2.0, **changes) -> dict:
-    """A metrics.json of a run that took so many times as long as estimated."""
-    found = estimated(asked, rows)
-    speed = {"all": found.tokens_per_step / (slower * found.middle)}
-    own = {"model": asked.model, "tokens": None, "gradient_accumulation_steps": 2, "tokens_per_second": speed}
-    own |= {"micro_batch_size": asked.settings.per_device_train_batch_size}
-    return report_runs.metrics("zero3") | own | changes
-
-
-def calibrate(tmp_path, content: dict) -> int:
-    (tmp_path / "metrics.json").write_text(json.dumps(content))
-    command = ["plan", "recipes/pythia.yaml", "--gpus", "2", "--gpu", "h100-80gb", "--quick", "--json"]
-    return cli.main([*command, "--calibrate", str(tmp_path / "metrics.json")])
-
-
-def calibrated(capsys, tmp_path, content: dict) -> list[dict]:
-    assert calibrate(tmp_path, content) == 0
-    return json.loads(capsys.readouterr().out)["rows"]
-
-
-def test_a_measured_run_narrows_the_range(capsys, tmp_path):
-    asked = job("zero3", per_device_train_batch_size=2)
-    for after in calibrated(capsys, tmp_path, measured(asked)):
-        before, (low, high) = estimated(job(after["job"]["strategy"])), after["speed"]["step_seconds"]
-        assert low + high == pytest.approx(2 * 2 * before.middle)
-        assert (high - low) / (high + low) == pytest.approx(0.10)
-    rows = rows_of([150])  # a file that says how many tokens its steps had: compared with rows as long
-    full, short = measured(asked), measured(asked, rows, tokens={"all": 8 * 150 * 10}, loss_history=[1.0] * 10)
-    factors = [calibrated(capsys, tmp_path, one)[0]["speed"]["step_seconds"] for one in (full, short)]
-    assert factors[0] == pytest.approx(factors[1], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"device": "cpu"}, "ZR812"),
-        ({"tokens_per_second": None}, "ZR812"),
-        ({"world_size": "two"}, "ZR812"),
-        ({"model": "another/model"}, "ZR814"),
-        ({"strategy": "zero3_own"}, "ZR814"),
-    ],
-)
-def test_a_run_of_something_else_is_refused(capsys, tmp_path, changes, code):
-    assert calibrate(tmp_path, measured(job("zero3"), **changes)) == 2
-    assert code in capsys.readouterr().err

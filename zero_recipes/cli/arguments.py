@@ -53,7 +53,6 @@ def _add_machines(verb) -> None:
     verb.add_argument("--quick", action="store_true", help="use formulas instead of the simulated engine")
     verb.add_argument("--price", type=AMOUNT, help="price per GPU-hour; prints the price of the run")
     verb.add_argument("--mean_tokens", type=AMOUNT, help="mean tokens per row, if the data is not on this machine")
-    verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU, for its speed")
     verb.add_argument("--hardware", type=Path, help="file with more GPUs, like zero_recipes/core/hardware.yaml")
 
 

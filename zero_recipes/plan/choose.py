@@ -148,16 +148,15 @@ class Row:
         return self.fit.runs
 
 
-def make_row(request: PlanRequest, job: Job, predict: Predict, factor: float | None = None) -> Row:
-    """`factor`: measured over estimated seconds (cost.py)."""
+def make_row(request: PlanRequest, job: Job, predict: Predict) -> Row:
     prediction = predict(job)
     fit = fit_of(prediction, request.gpu.memory_bytes, request.host, request.nvme)
-    return Row(job, prediction, fit, estimate(job, prediction, request.gpu, factor, request.lengths))
+    return Row(job, prediction, fit, estimate(job, prediction, request.gpu, request.lengths))
 
 
-def rows_of(request: PlanRequest, jobs: Sequence[Job], predict: Predict, factor: float | None) -> list[Row]:
+def rows_of(request: PlanRequest, jobs: Sequence[Job], predict: Predict) -> list[Row]:
     """A row for each job. Changes are looked for where one count is requested, or nothing fits, on the most GPUs."""
-    rows = [make_row(request, job, predict, factor) for job in jobs]
+    rows = [make_row(request, job, predict) for job in jobs]
     if len(request.counts) > 1 and any(row.runs for row in rows):
         return rows
     most, machine = max(job.world_size for job in jobs), (request.strategies, request.host, request.nvme)
@@ -224,9 +223,7 @@ def best_machine(machines: Sequence[Recommendation], by_price: bool) -> Recommen
     return min((advice for advice in machines if advice.chosen), key=price, default=machines[-1])
 
 
-def lighter(
-    request: PlanRequest, advice: Recommendation, predict: Predict, guess: Predict, factor: float | None
-) -> dict[str, Row]:
+def lighter(request: PlanRequest, advice: Recommendation, predict: Predict, guess: Predict) -> dict[str, Row]:
     """LoRA and QLoRA in place of what the recipe trains, each under the strategy that `guess` recommends."""
     found, settings = {}, request.recipe.settings
     ways = {} if settings.load_in_4bit or settings.load_in_8bit else LIGHTER
@@ -236,7 +233,7 @@ def lighter(
             jobs = [job.under(job.strategy, request.strategies.get(job.strategy, job.ds_config)) for job in jobs]
             guessed = [make_row(request, job, guess) for job in jobs]
             best = recommend(guessed, request.gpu).chosen or max(guessed, key=lambda row: row.fit.margin)
-            found[name] = make_row(request, best.job, predict, factor)
+            found[name] = make_row(request, best.job, predict)
     return found
 
 

@@ -17,7 +17,6 @@ from zero_recipes.core.tables import terminal, working
 from zero_recipes.core.units import count
 from zero_recipes.plan import output
 from zero_recipes.plan.choose import best_machine, lighter, limits_of, on_each_machine, rows_of
-from zero_recipes.plan.cost import calibrated
 from zero_recipes.plan.job import PlanRequest, read_recipe, read_request
 from zero_recipes.plan.predict import Predict, Predictor
 from zero_recipes.plan.simulator import parent
@@ -48,14 +47,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def answer_by(predict: Predict, arguments: argparse.Namespace, request: PlanRequest) -> output.Answer:
     """The whole answer by these predictions; what is only looked for is looked for by formulas."""
     quick, (jobs, excluded) = Predictor(quick=True), request.jobs()
-    factor = calibrated(arguments.calibrate, request, predict) if arguments.calibrate else None
-    rows = rows_of(request, jobs, predict, factor)
+    rows = rows_of(request, jobs, predict)
     if arguments.max and predict.quick == arguments.quick:
         memory = request.gpu.memory_bytes
         rows = [replace(row, limits=limits_of(row.job, memory, predict, quick)) for row in rows]
     machines = on_each_machine(rows, request.gpu)
     advice = best_machine(machines, by_price=arguments.price is not None)
-    other_ways = lighter(request, advice, predict, quick, factor)
+    other_ways = lighter(request, advice, predict, quick)
     return output.Answer(request, rows, excluded, machines, advice, other_ways, arguments.price)
 
 

@@ -1,24 +1,20 @@
 """How long a step takes and what a run costs: a range, from counted FLOPs and bytes, the GPU's figures (hardware.yaml)
-and what hosts and links take (times.yaml). benchmarks/planners/ says how many published times the range holds;
-`--calibrate metrics.json` takes what a measured run took instead.
+and what hosts and links take (times.yaml). benchmarks/planners/ says how many published times the range holds.
 """
 
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.recipe import RowLengths, steps_by_epochs
 from zero_recipes.core.files import package_yaml
-from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Gpu
 from zero_recipes.metrics.flops import squares
-from zero_recipes.metrics.schema import ContractError, Metrics, Prediction, read_part
+from zero_recipes.metrics.schema import Prediction
 from zero_recipes.plan.formulas import DEFAULT_BUCKET, Sizes, shape_of
-from zero_recipes.plan.job import Job, PlanRequest, job_of
-from zero_recipes.plan.predict import Predict
+from zero_recipes.plan.job import Job
 
 Range = tuple[float, float]  # low, high
 
@@ -27,7 +23,6 @@ UNPACKED_BYTES = 2 + 9 / 16  # read and written per weight of 4 bits, for each p
 LONG = 2048  # tokens of one GPU in a pass
 LONG_ROW = 16_384  # tokens, from which attention decides
 DDP_BUCKET = 25 * 2**20  # bytes; torch's bucket_cap_mb
-CALIBRATED = 0.10  # to either side of a range that a measured run of the same kind has set
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # train_sampling_strategy: rows of a micro batch are alike
 constants = partial(package_yaml, __package__, "times.yaml")
 
@@ -121,10 +116,8 @@ class Speed:
         return self.tokens_per_step / high, self.tokens_per_step / low
 
 
-def estimate(
-    job: Job, prediction: Prediction, gpu: Gpu, factor: float | None = None, rows: RowLengths | None = None
-) -> Speed:
-    """`factor`: from `calibrated`. `rows`: None where every sequence is taken to be as long as it may be."""
+def estimate(job: Job, prediction: Prediction, gpu: Gpu, rows: RowLengths | None = None) -> Speed:
+    """`rows`: None where every sequence is taken to be as long as it may be."""
     tokens, flops, computed = sequence_of(job, prediction.max_length, rows)
     peak = gpu.peak_flops("tf32" if prediction.precision == "fp32" and job.settings.tf32 else prediction.precision)
     moved = _memory_bytes(job, prediction) + computed * _activation_bytes(job)
@@ -138,9 +131,6 @@ def estimate(
     beside, spread = computing + communicating + waiting, constants()["spread"]
     ends = zip(spread[passes_of(job)], spread["offload"], strict=True)
     low, high = (by_regime * beside + by_host * offloading for by_regime, by_host in ends)
-    if factor is not None:
-        middle = factor * math.sqrt(low * high)
-        low, high = middle * (1 - CALIBRATED), middle * (1 + CALIBRATED)
     sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps / job.sequence_parallel
     used, tokens = sequences * flops / peak, round(sequences * prediction.world_size * tokens)
     return Speed((low, high), computing, communicating, waiting, offloading, tokens, (used / high, used / low))
@@ -272,29 +262,3 @@ def cost(job: Job, speed: Speed, price: float, rows: RowLengths | None = None) -
         steps = steps_by_epochs(rows.epoch, job.settings, job.world_size // job.sequence_parallel)
     hours, run = (times(speed.step_seconds, steps / 3600), times(per_step, steps)) if steps > 0 else (None, None)
     return Cost(per_step, times(per_step, 1e6 / speed.tokens_per_step), hours, run)
-
-
-def calibrated(path: Path, request: PlanRequest, predict: Predict) -> float:
-    """Measured over estimated seconds of the run whose metrics.json this is, of sequences as long as the measured ones
-    were, padding included. Raises Refusal for a run of something else."""
-    try:
-        run = read_part(Metrics, path)
-        if run.status != "ok" or run.device == "cpu" or not (run.tokens_per_second and run.tokens_per_second.all):
-            raise ContractError(f"Its status is {run.status}, its device {run.device}.")
-    except ContractError as error:
-        raise refusal("ZR812", path=path, error=error) from error
-    name, model, known = run.strategy, request.recipe.settings.model_name_or_path, request.strategies
-    if run.model != model or name not in ("single", *known):
-        raise refusal("ZR814", measured=run.model, strategy=name, model=model, strategies=", ".join(known))
-    job = job_of(request.recipe, request.config, name, known.get(name), run.world_size).changed(
-        per_device_train_batch_size=run.micro_batch_size,
-        gradient_accumulation_steps=run.gradient_accumulation_steps,
-        max_length=run.max_length,
-    )
-    prediction, rows = predict(job), None
-    if run.tokens and run.loss_history:
-        sequences = estimate(job, prediction, request.gpu).tokens_per_step / prediction.max_length
-        mean = run.tokens.all / len(run.loss_history) / sequences
-        rows = RowLengths((mean,), 1, None, "measured")
-    estimated = estimate(job, prediction, request.gpu, rows=rows)
-    return estimated.tokens_per_step / run.tokens_per_second.all / estimated.middle
