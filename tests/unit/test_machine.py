@@ -32,7 +32,7 @@ from tests.helpers import fake_cuda
 from tests.helpers.faults import Side
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import machine as machines
-from zero_recipes.checks.capacity import disk_findings, memory_findings, nvme_findings, resume_findings
+from zero_recipes.checks.capacity import disk_findings, memory_findings, nvme_findings
 from zero_recipes.cli import env
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
@@ -158,19 +158,6 @@ def test_host_memory_that_a_run_certainly_needs(settings, tmp_path, run, needs):
         findings = list(memory_findings(run, CONFIG, PSI, run.strategy.world_size, host))
         assert [finding.level for finding in findings] == ["error"] * found
         assert not found or f"at least {units.size(needs * GB)} of host memory" in said(findings)
-
-
-def test_a_checkpoint_that_the_host_cannot_read_is_said_before_it_is_read(settings, tmp_path):
-    step = tmp_path / "checkpoint-5" / "global_step5"
-    step.mkdir(parents=True)
-    for name, size in (("mp_rank_00_model_states.pt", 300), ("zero_pp_rank_0_mp_rank_00_optim_states.pt", 700)):
-        with open(step / name, "wb") as file:
-            file.truncate(size * 1000)
-    run = run_of(settings, resume_from_checkpoint=str(step.parent))
-    small = machine(tmp_path / "small", {"/proc/meminfo": "MemTotal: 900 kB\nMemAvailable: 1000 kB\n"})
-    (finding,) = resume_findings(run, 2, small)  # two processes read 700,000 bytes each
-    assert finding.code == "ZR641" and "1.40 MB" in finding.what
-    assert list(resume_findings(run, 1, small)) == []
 
 
 # disk

@@ -22,12 +22,14 @@ def room_findings(run: RunConfig, config, here: int, host: Host) -> list[Finding
     from zero_recipes.model import built_or_none
 
     model = config and built_or_none(config, run.settings.trust_remote_code)
-    findings = list(resume_findings(run, here, host))
     if model is None:
-        return findings
+        return []
     sizes = [p.numel() for p in model.parameters()]
-    findings += [*memory_findings(run, config, sum(sizes), here, host), *nvme_findings(run, sizes, here, host)]
-    return [*findings, *disk_findings(run, config, sum(sizes), here, host)]
+    return [
+        *memory_findings(run, config, sum(sizes), here, host),
+        *nvme_findings(run, sizes, here, host),
+        *disk_findings(run, config, sum(sizes), here, host),
+    ]
 
 
 def memory_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
@@ -37,21 +39,6 @@ def memory_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> 
     if sum(terms.values()) > limit:
         needed, free = units.size(sum(terms.values())), units.size(limit)
         yield finding("ZR608", needed=needed, free=free, terms=_sum(terms), psi=psi, here=here, source=source)
-
-
-def resume_findings(run: RunConfig, here: int, host: Host) -> Iterator[Finding]:
-    """A checkpoint that does not fit into the host's memory while it is read: a run that could be trained, not resumed.
-    DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint) reads on every process all of *_model_states.pt, drops it, and
-    reads the process's own *_optim_states.pt, both by torch.load(map_location="cpu")."""
-    if run.checkpoint is None or not run.strategy.is_deepspeed:
-        return
-    sizes = [path.stat().st_size for path in Path(run.checkpoint).glob("global_step*/*_states.pt")]
-    needed = here * max(sizes, default=0)
-    limit, source = host.memory()
-    if needed > limit:
-        total, free, each = units.size(needed), units.size(limit), units.size(needed // here)
-        where = run.checkpoint
-        yield finding("ZR641", checkpoint=where, here=here, source=source, needed=total, free=free, each=each)
 
 
 def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
