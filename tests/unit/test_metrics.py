@@ -270,9 +270,10 @@ def test_the_signal_that_ended_a_worker(tmp_path, exit_code, table, name):
 def test_a_refusal_that_only_the_launchers_closing_table_holds(tmp_path):
     """torchrun stops rank 0 (SIGTERM) when rank 1 has refused first: seen on a busy machine."""
     table = "Failures:\n  exitcode  : -15 (pid: 7)  (SIGTERM)\n  traceback : Signal 15 (SIGTERM) received by PID 7\n"
-    table += "  exitcode  : 2 (pid: 8)\n  traceback : refused: a\n      why: b\n     fix: c\n====\n"
+    table += "  exitcode  : 2 (pid: 8)\n  traceback : refused: a [ZR211]\n      why: b\n     fix: c\n====\n"
     row = failed_row(tmp_path, "zero1", 1, table)
-    assert (row.status, row.error) == ("refused", "refused: a why: b fix: c")
+    assert (row.status, row.error) == ("refused", "refused: a [ZR211] why: b fix: c")
+    assert (row.failure.code, row.failure.reason) == ("ZR211", "a")
 
 
 def run_in(folder, checkpoint=None) -> SimpleNamespace:

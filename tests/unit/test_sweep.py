@@ -207,7 +207,8 @@ def test_a_sweep_into_the_folder_of_another_keeps_its_runs(tmp_path):
 
 
 def test_the_table_begins_with_the_values_and_ends_with_why(tmp_path):
-    refused = {"status": "refused", "error": "refused: a bucket [ZR211] why: too large fix: a smaller one"}
+    failure = {"code": "ZR211", "reason": "a bucket"}
+    refused = {"status": "refused", "error": "the words decide nothing", "failure": failure}
     listed = []
     for bucket, changes in ((500_000, {}), (5 * 10**18, refused)):
         save(tmp_path / str(bucket), metrics("zero2") | changes)

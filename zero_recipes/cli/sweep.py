@@ -87,7 +87,7 @@ def sweep(
         ending = f"{label}: {row.status} after {time.perf_counter() - start:.0f} s"
         ending += f", see {folder / 'log.txt'}" if row.status != "ok" else ""
         if row.status == "refused":
-            ending += f": {row.error.removeprefix('refused: ').partition(' why: ')[0]}"
+            ending += f": {row.failure.reason} [{row.failure.code}]"
         ending += f"; earlier results are now in {previous}" if previous else ""
         console.print(plain(ending), soft_wrap=True)
     return ended

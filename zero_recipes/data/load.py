@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config import keys
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Refusal, first_line, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import Refusal, finding, first_line, library_error_as_finding, raise_errors, refusal
 from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
 from zero_recipes.libs.huggingface import read_texts_as_texts, single_process_env
@@ -42,6 +42,10 @@ PADDING_TOKENS = ("<|padding|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>"
 PADDING_TOKENS += ("<|reserved_special_token_0|>", "<unk>", "[UNK]")
 
 
+class MissingSplit(Refusal):
+    """The data has no split of the name that the recipe gives."""
+
+
 def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
     """(training rows, evaluation rows, what was recognised in each source) of a recipe, as TRL takes them. Raises
     Refusal for what is missing, before any weight."""
@@ -50,7 +54,7 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
     def rows_of(key: str) -> Rows:
         name = getattr(settings, key)
         if name not in splits:
-            raise refusal("ZR507", name=name, known=", ".join(splits), key=key)
+            raise MissingSplit([finding("ZR507", name=name, known=", ".join(splits), key=key)])
         if settings.datasets:  # recognised entry by entry
             return splits[name]
         rows, form = _formatted(splits[name], name, settings, {})

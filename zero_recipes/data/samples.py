@@ -11,9 +11,9 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
+from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.data.forms import alpaca_prompt, alpaca_row, tables, turns_of
-from zero_recipes.data.load import load_rows
+from zero_recipes.data.load import MissingSplit, load_rows
 from zero_recipes.data.masks import Chat, tokenise, without_beginning
 from zero_recipes.libs.huggingface import prepare_dataset
 
@@ -44,9 +44,7 @@ def rows_to_ask(requested: Any, evaluation, settings: Settings):
         return evaluation
     try:
         return load_rows(settings.replace(dataset_train_split=settings.dataset_test_split))[0]
-    except Refusal as refusal:
-        if refusal.codes != ["ZR507"]:
-            raise
+    except MissingSplit:
         return None  # no such split: `choose_samples` says what for
 
 

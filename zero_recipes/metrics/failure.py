@@ -135,7 +135,8 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> sch
     lines = [line.strip().removeprefix("traceback : ") for line in log.splitlines() if line.strip()]
     refused = next((number for number, line in enumerate(lines) if line.startswith("refused: ")), None)
     if refused is not None:
-        return row.model_copy(update={"status": "refused", "error": " ".join(lines[refused : refused + 3])})
+        message = " ".join(lines[refused : refused + 3])
+        return row.model_copy(update={"status": "refused", "error": message, "failure": _refusal_in(message)})
     error = f"exit code {exit_code}" + (f": {lines[-1]}" if lines else "")
     return row.model_copy(update={"status": "failed", "error": error, "failure": schema.Failure(phase="unknown")})
 
@@ -148,6 +149,15 @@ def signal_in(exit_code: int, log: str) -> str | None:
         if number in set(signal.Signals) and (exit_code < 0 or number != signal.SIGTERM):
             return signal.Signals(number).name
     return None
+
+
+def _refusal_in(message: str) -> schema.Failure:
+    """Code and reason of a refusal, from what a rank printed: a refused run leaves no file."""
+    what = message.removeprefix("refused: ").partition(" why: ")[0].strip()
+    code = re.search(r" \[(ZR\d{3})\]", what)
+    if code is None:
+        return schema.Failure(phase="startup", reason=what)
+    return schema.Failure(phase="startup", code=code[1], reason=what.replace(code[0], ""))
 
 
 def _ended(row: schema.Metrics, cause: RankFailure) -> schema.Metrics:

@@ -86,6 +86,8 @@ class Failure(Part):
     rank: int | None = None
     largest_memory: dict[str, int] = {}
     signal: str | None = None
+    code: str | None = None
+    reason: str | None = None
 
 
 class ReservedRange(Part):

@@ -1,7 +1,6 @@
 """From what runs recorded to the numbers and tables that the report shows. texts.yaml lists the columns."""
 
 import json
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -139,9 +138,9 @@ def _why_ended(run: MeasuredRun) -> tuple[str | None, str | None]:
     """(code, reason in one line) of a run that did not end well; a code only where it was refused."""
     if run.status == "ok" or not run.error:
         return None, None
-    what = run.error.removeprefix("refused: ").partition(" why: ")[0].strip()
-    code = re.search(r" \[(ZR\d{3})\]", what)
-    return (None, what.split("\n")[0]) if code is None else (code[1], what.replace(code[0], ""))
+    if run.failure is None or run.failure.reason is None:
+        return None, run.error.strip().split("\n")[0]
+    return run.failure.code, run.failure.reason
 
 
 def setting(runs: Sequence[MeasuredRun]) -> str:
