@@ -122,6 +122,8 @@ def _loaded(source: dict[str, Any], split: str | None, streaming: bool) -> Any:
 def _csv_columns(source: dict[str, Any]) -> list[str] | None:
     """The header of CSV files that are here; None of other data. Raises Refusal where their records have more fields:
     pandas makes an index of the first ones, and every column moves."""
+    if not os.path.exists(str(source["path"])) and source["path"] not in packaged_formats():
+        return None  # of the hub, which would be asked twice
     files = [file for file in _local_files([source]) if file.removesuffix(".gz").endswith((".csv", ".tsv"))]
     if not files:
         return None
