@@ -42,21 +42,32 @@ def losses_of(group, recipe: Path, strategy: str, out: Path, *more: str) -> list
     return group.run("train", argv=argv)[0]["metrics"]["loss_history"]
 
 
-@pytest.fixture(scope="module", params=[None, torch.float16], ids=["random", "fp16"])
+@pytest.fixture(scope="module")
 def like_ddp(request, two, tmp_path_factory):
-    """(recipe, the losses of DDP): of random weights, and of a checkpoint in fp16."""
+    """(recipe, the losses of DDP) of random weights or of a checkpoint: a key of CHECKPOINTS."""
     folder = tmp_path_factory.mktemp("masters")
-    recipe = write_masters_recipe(folder, request.param, SIZES)
+    recipe = write_masters_recipe(folder, CHECKPOINTS[request.param], SIZES)
     return recipe, losses_of(two, recipe, "ddp", folder / "ddp")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def places() -> list:
+    """Every stage on the checkpoint in fp16; on random weights two in every run, the others in the grid."""
+    found = []
+    for strategy in STRATEGIES[1:]:
+        found.append(("fp16", strategy))
+    for strategy in STRATEGIES[1:]:
+        found.append(("random", strategy) if strategy in ("zero2", "zero3") else grid("random", strategy))
+    return found
+
+
+@pytest.mark.parametrize(("like_ddp", "strategy"), places(), indirect=["like_ddp"])
 def test_small_updates_are_not_lost_at_any_stage(two, like_ddp, tmp_path, strategy):
     recipe, wanted = like_ddp
     found = losses_of(two, recipe, strategy, tmp_path)
     assert found == pytest.approx(wanted, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("like_ddp", ["fp16"], indirect=True)
 def test_they_are_lost_where_masters_begin_with_16_bit_weights(two, like_ddp, tmp_path):
     recipe, wanted = like_ddp
     argv = arguments(recipe, "zero2", tmp_path)
