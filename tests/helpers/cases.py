@@ -172,10 +172,10 @@ def splits_tokenised(argv: list[str], cache: str) -> int:
     """How many splits this process tokenised in one run, with the datasets library's cache in `cache`."""
     import datasets
 
-    from zero_recipes.data import prepare
+    from zero_recipes.data import masks
 
     with (
-        mock.patch.object(prepare, "tokenise", wraps=prepare.tokenise) as tokenise,
+        mock.patch.object(masks, "tokenise_as_written", wraps=masks.tokenise_as_written) as tokenise,
         mock.patch.object(datasets.config, "HF_DATASETS_CACHE", cache),
     ):
         train(argv)

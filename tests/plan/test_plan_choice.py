@@ -84,7 +84,7 @@ def test_where_nothing_fits_the_change_of_all_rows_that_costs_least_is_recommend
 
     names = {name: strategies()[name] for name in ("zero2", "zero3")}
     request = PlanRequest(recipe("pythia"), [], {}, names, [2], 8, H100)
-    found = recommend(choose.rows_of(request, list(map(job, names)), predict, None), H100)
+    found = recommend(choose.rows_of(request, list(map(job, names)), predict), H100)
     assert found.job.strategy == "zero3" and change_in_words(found.change) == "activation checkpointing"
     assert found.chosen is None
 

@@ -140,7 +140,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, training_args) -> str 
 
 
 def read_texts_as_texts() -> None:
-    """Keep texts in JSON files texts. Called again, it does nothing more.
+    """Keep texts in JSON files texts.
 
     Private: `json_encode_field` and `json_encode_fields_in_json_lines` (datasets 5.2, utils/json.py), as the reader of
     JSON files calls them (packaged_modules/json/json.py). Where rows of a field have several types, the field is stored

@@ -113,7 +113,7 @@ def patch_timeouts(seconds: int) -> None:
 
 
 def keep_precision_of_new_adapters() -> None:
-    """ZeRO stage 3: an adapter keeps the fp32 values that PEFT draws. Called again, it does nothing more.
+    """ZeRO stage 3: an adapter keeps the fp32 values that PEFT draws.
 
     Private: `_get_base_layer_device_and_dtype` (PEFT 0.21, tuners/tuners_utils.py). PEFT casts a new adapter to the
     base's dtype, 16 bits after zero.Init, and then to fp32 again.

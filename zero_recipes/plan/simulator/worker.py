@@ -35,7 +35,7 @@ from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.libs.deepspeed import base_optimizer, gradient_tensors, optimizer_tensors, weight_tensors
 from zero_recipes.libs.huggingface import rows_are_cut
-from zero_recipes.libs.patches import keep_4bit_layout
+from zero_recipes.libs.patches import keep_4bit_layout, keep_precision_of_new_adapters
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
@@ -146,6 +146,8 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
     dtype = model_args.dtype
     dtype = (config.dtype or torch.float32) if dtype in ("auto", None) else getattr(torch, dtype)
     attention = patches.attention_of(job.settings.attn_implementation, job.device == "gpu")
+    if strategy.zero_stage == 3:
+        keep_precision_of_new_adapters()
     packs = job.settings.load_in_4bit  # then transformers builds the model without deepspeed.zero.Init
     with set_zero3_state() if packs else contextlib.nullcontext():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
