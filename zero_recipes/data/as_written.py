@@ -12,13 +12,13 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.core.findings import Finding, finding
+from zero_recipes.data.audit import MAX_BAD_ROW_SHARE
 from zero_recipes.data.forms import Row
 from zero_recipes.data.masks import NO_LOSS, Chat
 
 COMPARED_ROWS = 2000  # of a split, spread over all of it
 COMPARED_PROMPTS = 250  # they are tokenized again, which takes longer
 MERGED = 16  # characters at a prompt's end that may be part of the answer's first token
-SLIPS = 0.01  # a share of rows: so many prompts may end inside a token
 END_OF_THOUGHT = "</think>"
 
 
@@ -70,7 +70,7 @@ def as_written_findings(
         level = "error" if trained else "warning"
         shown = text.text.strip()[:80]
         yield finding("ZR528", level=level, count=len(lost), row=row, name=text.name, text=shown, **counts)
-    if len(other_prompts) > max(1, SLIPS * len(prompts)):
+    if len(other_prompts) > max(1, MAX_BAD_ROW_SHARE * len(prompts)):  # few may end inside a token
         row, end = next(iter(other_prompts.items()))
         yield finding("ZR529", count=len(other_prompts), rows=len(prompts), split=split, row=row, end=end)
 
