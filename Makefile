@@ -42,7 +42,7 @@ OPS := deepspeed_shm_comm cpu_adam async_io
 ops test grid: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/kernels
 
 ops: setup
-	@python -m zero_recipes.distributed.kernels $(OPS)
+	@python -m zero_recipes.engine.kernels $(OPS)
 
 # the tests of single functions, without a run
 test-fast: setup
@@ -70,7 +70,7 @@ canary:
 	$(CANARY)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) \
 		$$($(PYTHON) scripts/canary_requirements.py)
 	$(CANARY)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
-	PATH=$(CURDIR)/$(CANARY)/bin:$$PATH $(CANARY)/bin/python -m zero_recipes.distributed.kernels $(OPS)
+	PATH=$(CURDIR)/$(CANARY)/bin:$$PATH $(CANARY)/bin/python -m zero_recipes.engine.kernels $(OPS)
 	PATH=$(CURDIR)/$(CANARY)/bin:$$PATH $(CANARY)/bin/python -m pytest -m "private and not grid"
 
 # torch's CUDA build on a machine without a GPU: all unit and planner tests, and a run of two processes. 3 GB of
@@ -84,7 +84,7 @@ cuda-build:
 		-r requirements.lock
 	$(CUDA_BUILD)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	$(CUDA_BUILD)/bin/python -c 'import torch; assert torch.version.cuda, torch.__version__'
-	PATH=$(CURDIR)/$(CUDA_BUILD)/bin:$$PATH $(CUDA_BUILD)/bin/python -m zero_recipes.distributed.kernels $(OPS)
+	PATH=$(CURDIR)/$(CUDA_BUILD)/bin:$$PATH $(CUDA_BUILD)/bin/python -m zero_recipes.engine.kernels $(OPS)
 	PATH=$(CURDIR)/$(CUDA_BUILD)/bin:$$PATH $(CUDA_BUILD)/bin/python -m pytest tests/unit tests/plan
 	PATH=$(CURDIR)/$(CUDA_BUILD)/bin:$$PATH $(CUDA_BUILD)/bin/python -m pytest tests/launch/test_launchers.py -k "trains_as_accelerate"
 

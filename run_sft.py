@@ -10,12 +10,12 @@ import sys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import print_ending, raise_errors, shown
 from zero_recipes.core.process import leave, say
-from zero_recipes.libs.warnings import quiet_imports
+from zero_recipes.engine.warnings import quiet_imports
 
 
 def main(argv: list[str]) -> None:
     run = prepare(argv)
-    from zero_recipes.distributed.group import session
+    from zero_recipes.engine.group import session
 
     with session(run):
         trainer = train(run)
@@ -40,7 +40,7 @@ def train(run):
     """One run in its process group. Returns the trainer, its group still alive."""
     from zero_recipes.checks.predicted import planning
     from zero_recipes.checks.preflight import resolved_ds_config
-    from zero_recipes.distributed.nvme import swap_space
+    from zero_recipes.engine.nvme import swap_space
     from zero_recipes.training.output import RecipeRun
     from zero_recipes.training.trainer import ZeroSFTTrainer
 

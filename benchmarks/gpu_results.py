@@ -23,9 +23,9 @@ from benchmarks.throughput import NOT_TIMED, together
 from zero_recipes.core.files import write_json
 from zero_recipes.core.host import Gpu, gpus
 from zero_recipes.metrics.schema import Prediction
-from zero_recipes.plan.cost import estimate
-from zero_recipes.plan.job import Job
-from zero_recipes.plan.predict import Predictor
+from zero_recipes.tools.plan.cost import estimate
+from zero_recipes.tools.plan.job import Job
+from zero_recipes.tools.plan.predict import Predictor
 
 RESULTS = ROOT / "benchmarks" / "results"
 FROM_METRICS = ("strategy", "world_size", "parameters", "trainable_parameters", "precision", "micro_batch_size")

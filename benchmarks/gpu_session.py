@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 if TYPE_CHECKING:
-    from zero_recipes.plan.job import Job
+    from zero_recipes.tools.plan.job import Job
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.chdir(ROOT)
 
-from zero_recipes.cli.sweep import sweep  # noqa: E402
 from zero_recipes.core.files import strict_json, write_json  # noqa: E402
 from zero_recipes.metrics.schema import FILE, Metrics  # noqa: E402
+from zero_recipes.tools.sweep import sweep  # noqa: E402
 
 SESSION = ROOT / "benchmarks" / "session"
 PLANS, WORK = SESSION / "plans.json", ROOT / "output" / "gpu_session_work"
@@ -86,7 +86,7 @@ def write_recipe(case: Case) -> Path:
     if case["model"] != "tiny":
         model, rows = WORK / case["model"], WORK / "rows"
         shutil.copytree("tiny_world/base", model, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-        config = json.loads(Path(f"zero_recipes/plan/models/{case['model']}.json").read_text())["config"]
+        config = json.loads(Path(f"zero_recipes/tools/plan/models/{case['model']}.json").read_text())["config"]
         (model / "config.json").write_text(json.dumps(config))
         rows.mkdir(exist_ok=True)
         text = "the red fish hums in the cave by the river . " * 256  # longer than any max_length: every batch is full
@@ -106,7 +106,7 @@ def planned_from() -> str:
 
 def plans_of(wanted: list[Case]) -> dict[str, Any]:
     """{name: prediction}, as the run would plan itself with the tested versions of the libraries."""
-    from zero_recipes.plan.predict import Predictor
+    from zero_recipes.tools.plan.predict import Predictor
 
     jobs = {case["name"]: job_of_case(case) for case in wanted}
     predict = Predictor()
@@ -116,7 +116,7 @@ def plans_of(wanted: list[Case]) -> dict[str, Any]:
 
 def job_of_case(case: Case) -> "Job":
     """Of a case, or of a row of benchmarks/results/gpu_*.json."""
-    from zero_recipes.plan import job as plan_job
+    from zero_recipes.tools.plan import job as plan_job
 
     named = {"name": case.get("name") or case["case"]}
     recipe = plan_job.read_recipe(write_recipe(case | named), [])

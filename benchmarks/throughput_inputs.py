@@ -31,7 +31,7 @@ class Workload:
     """A model and rows, and how the recipe lays these into packs."""
 
     name: str
-    model: str  # "own" (tiny_world/base), a name of SHAPES or of zero_recipes/plan/models/
+    model: str  # "own" (tiny_world/base), a name of SHAPES or of zero_recipes/tools/plan/models/
     rows: str  # "own", "alpaca", or "drawn": as uneven as Alpaca's, of any number
     steps: int
     learning_rate: float

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTTrainer
 
-from zero_recipes.libs import patches
+from zero_recipes.engine import patches
 
 Batch = dict[str, torch.Tensor]
 READ_BY_A_MODEL = ("input_ids", "attention_mask", "position_ids")
@@ -119,7 +119,7 @@ def of_trainer(job: dict, seen: Seen, program: str) -> None:
         with watched(seen, keep_batches=True):
             cases.train([str(Path(job["folder"]) / "recipe.yaml"), *argv])
         return
-    # DeepSpeed's stage 0 counts a step too many (libs/patches.py); left in, the loss would be another
+    # DeepSpeed's stage 0 counts a step too many (engine/patches.py); left in, the loss would be another
     with watched(seen, FreshAdam()):
         sft.main(*sft.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False))
 
@@ -136,7 +136,7 @@ def engine(job: dict, seen: Seen, batches: list[Batch], config: dict, by_default
         known["zero_optimization"] = {key: config["zero_optimization"][key] for key in kept}
     optimizer = adam(model, config, job)
     seen.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=known)
-    if job["strategy"] == "zero0":  # DeepSpeed 0.19.8 has taken a step without gradients (libs/patches.py)
+    if job["strategy"] == "zero0":  # DeepSpeed 0.19.8 has taken a step without gradients (engine/patches.py)
         for state in optimizer.state.values():
             state["step"].zero_()
     ranks, each = dist.get_world_size(), job["accumulation"]

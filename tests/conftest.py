@@ -37,7 +37,7 @@ def pytest_collection_finish() -> None:
 
 def _group(world_size: int):
     from zero_recipes.core.host import Host
-    from zero_recipes.distributed.kernels import missing
+    from zero_recipes.engine.kernels import missing
 
     ops = ["deepspeed_shm_comm", "cpu_adam", *(["async_io"] if Host().libaio_headers() else [])]
     if not_compiled := missing(ops, "cpu"):

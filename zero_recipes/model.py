@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, finding, first_line, library_error_as_finding, raise_errors, refusal
-from zero_recipes.libs.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
-from zero_recipes.libs.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
-from zero_recipes.libs.patches import keep_4bit_layout
+from zero_recipes.engine.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
+from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
+from zero_recipes.engine.patches import keep_4bit_layout
 
 # what transformers reports of a load: what it would have done about it
 _KEY_PROBLEMS = {

@@ -9,8 +9,8 @@ import yaml
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.host import Gpu, gpus
-from zero_recipes.plan import job as plan_job
-from zero_recipes.plan.job import Job
+from zero_recipes.tools.plan import job as plan_job
+from zero_recipes.tools.plan.job import Job
 
 FOLDER = Path(__file__).parent
 BLIND = FOLDER / "blind"  # rows that were written down before any was predicted

@@ -11,8 +11,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.planners.court import Row
-from zero_recipes.plan.job import Job
-from zero_recipes.theory.zero_paper import model_state_bytes
+from zero_recipes.core.zero_paper import model_state_bytes
+from zero_recipes.tools.plan.job import Job
 
 # hiyouga/LLaMA-Factory README.md@ff6d4d1, "Hardware Requirement", the column for x billion parameters: GB of all GPUs
 LLAMA_FACTORY = {"full": 18, "pure": 8, "lora": 2, "qlora": 0.5}

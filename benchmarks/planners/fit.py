@@ -1,4 +1,4 @@
-"""What published rows decide of zero_recipes/plan/times.yaml: python -m benchmarks.planners.fit prints it.
+"""What published rows decide of zero_recipes/tools/plan/times.yaml: python -m benchmarks.planners.fit prints it.
 
 Constants: those of FITTED, by coordinate search for the least mean of |log(planned / measured)|, every source with the
 weight of the root of its rows. Ranges: measured over planned at the quantiles LEVELS, every source with the same
@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from benchmarks.planners import court
 from benchmarks.planners.court import Row
-from zero_recipes.plan import cost
-from zero_recipes.plan.formulas import predict_by_formulas, shape_of
+from zero_recipes.tools.plan import cost
+from zero_recipes.tools.plan.formulas import predict_by_formulas, shape_of
 
 FITTED = ("achievable", "activation_traffic", "layer_seconds", "gather_seconds", "cpu_adam")
 LEVELS = (0.1, 0.9)

@@ -12,7 +12,7 @@ hold them. Which of these a program did stands in its rows as `head`, from the s
 import sys
 
 from benchmarks.planners.court import HEAD, KEPT
-from zero_recipes.plan.simulator import parent
+from zero_recipes.tools.plan.simulator import parent
 
 # What is alive for each logit at the end of forward, log-softmax included; for rows that only formulas answer.
 BYTES_PER_LOGIT = {"upcast": 10, "upcast_shifted": 14, "early_shifted": 12, "shifted": 12}

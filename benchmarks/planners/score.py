@@ -23,8 +23,8 @@ from benchmarks.planners.court import (
     read_rows,
 )
 from zero_recipes.core.files import write_json
-from zero_recipes.plan.cost import constants, kinds_of, regime_of
-from zero_recipes.plan.formulas import overheads
+from zero_recipes.tools.plan.cost import constants, kinds_of, regime_of
+from zero_recipes.tools.plan.formulas import overheads
 
 OURS = "this planner"
 GOALS = {True: 0.03, False: 0.10}  # by `exact`
@@ -70,13 +70,13 @@ def main(blind: bool) -> None:
     counts = ("held", "rows", "left_out")
     now = {name: [found[count] for count in counts if count in found] for name, found in regimes.items()}
     if constants()["blind" if blind else "holds"] != now:
-        print(f"zero_recipes/plan/times.yaml: `{'blind' if blind else 'holds'}` is of other predictions: {now}")
+        print(f"zero_recipes/tools/plan/times.yaml: `{'blind' if blind else 'holds'}` is of other predictions: {now}")
     kinds: dict[str, set[str]] = {}
     for row in (row for place in (FOLDER, BLIND) for row in read_rows(place / "times.yaml")):
         job = job_of_row(row)
         kinds.setdefault(regime_of(job), set()).update(kinds_of(job, row["gpu"]))
     if constants()["kinds"] != (now := {name: sorted(kinds[name]) for name in sorted(kinds)}):
-        print(f"zero_recipes/plan/times.yaml: `kinds` are others: {now}")
+        print(f"zero_recipes/tools/plan/times.yaml: `kinds` are others: {now}")
 
 
 def this_program(plan: str) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny import ROOT, arguments, write_recipe
-from zero_recipes.cli import main as cli
 from zero_recipes.metrics.read_runs import read_samples
+from zero_recipes.tools import main as cli
 
 BASE = str(ROOT / "tiny_world" / "base")
 WORLD = {"model_name_or_path": BASE, "dataset_name": str(ROOT / "tiny_world"), "random_weights": False}

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.tiny import ROOT, named, write_recipe
 from tests.helpers.two_ranks import set_by_launch
-from zero_recipes.checkpoint.verify import verify
 from zero_recipes.checks.preflight import preflight, resolved_ds_config
 from zero_recipes.checks.rehearsal import _handed_over
 from zero_recipes.checks.rules import Candidate
 from zero_recipes.config import recipe as recipes
 from zero_recipes.model import load_config
-from zero_recipes.plan.job import known_models
+from zero_recipes.tools.plan.job import known_models
+from zero_recipes.tools.verify import verify
 
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
 

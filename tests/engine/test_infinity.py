@@ -9,9 +9,9 @@ from tests.helpers.group import CaseFailed
 from tests.helpers.tiny import arguments, write_model, write_recipe
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Host
-from zero_recipes.distributed.nvme import LOCK, SWAPPED, claimed
-from zero_recipes.plan.formulas import predict_by_formulas
-from zero_recipes.plan.job import job_of, model_config, read_recipe
+from zero_recipes.engine.nvme import LOCK, SWAPPED, claimed
+from zero_recipes.tools.plan.formulas import predict_by_formulas
+from zero_recipes.tools.plan.job import job_of, model_config, read_recipe
 
 STEPS = 3
 MIXED = "zero3_offload_infinity"

@@ -28,7 +28,7 @@ def test_generation_at_stage_3_needs_its_trace_forgotten(two, tmp_path):
     recipe = write_recipe(tmp_path, eval_strategy="steps", eval_steps=100, sample_prompts=4, sample_max_new_tokens=4)
     argv = arguments(recipe, "zero3", tmp_path / "out")
     with pytest.raises(CaseFailed, match=r"in flight|size of tensor a \(0\)"):  # by what is prefetched when
-        two.run("train", argv=argv, left_out="zero_recipes.training.samples.forget_trace_of_generation")
+        two.run("train", argv=argv, left_out="zero_recipes.training.answers.forget_trace_of_generation")
 
 
 # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: releases of the trace of generation

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
 from tests.helpers.seeded import grid, write_result
 from tests.helpers.tiny import arguments, llama_config, write_model, write_recipe
-from zero_recipes.libs.huggingface import dtypes_of_the_file
+from zero_recipes.engine.huggingface import dtypes_of_the_file
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 SIZES = {"hidden": 256, "intermediate": 256}

@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import NEVER_KEPT, ROOT, arguments, write_recipe
 from zero_recipes.core.process import PHASES
+from zero_recipes.core.zero_paper import paper_volume
 from zero_recipes.data.forms import alpaca_row
 from zero_recipes.metrics.schema import Metrics
-from zero_recipes.theory.zero_paper import paper_volume
 
 EPOCHS = ("ddp", "zero0", "zero1", "zero2")  # each a run of one epoch on two processes
 

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.seeded import grid
 from tests.helpers.state_terms import AUTOCAST, BF16_STATES, model_state_terms
 from tests.helpers.tiny import arguments, write_recipe
-from zero_recipes.libs.deepspeed import STATE_PARTS
+from zero_recipes.engine.deepspeed import STATE_PARTS
 
 BUCKET = 6_250_000  # elements: reduce_bucket_size of a small model on CPUs
 SMALL = 64 * 64  # smaller than some tensors

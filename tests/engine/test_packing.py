@@ -13,7 +13,7 @@ from tests.helpers.around import before
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import write_recipe, write_rows
 from zero_recipes.checks.rules import options
-from zero_recipes.libs import patches
+from zero_recipes.engine import patches
 
 KINDS = options()["packing"]
 FLASH = "kernels-community/flash-attn2"

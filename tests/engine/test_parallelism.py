@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from tests.helpers.faults import ds_config
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, named, weights_apart, write_experts, write_recipe
-from zero_recipes.checkpoint.verify import verify
+from zero_recipes.tools.verify import verify
 
 KEYS = {"bf16": False, "max_steps": 4, "global_batch_size": 8, "save_model": True}
 

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from tests.helpers.family_cases import sha256_of
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import named, write_model, write_rows
-from zero_recipes.libs.deepspeed import packed_weights
-from zero_recipes.libs.patches import keep_4bit_layout
+from zero_recipes.engine.deepspeed import packed_weights
+from zero_recipes.engine.patches import keep_4bit_layout
 
 bnb = pytest.importorskip("bitsandbytes")
 RECIPE = "recipes/pythia-qlora.yaml"
@@ -115,7 +115,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(two, model, runs, tmp_path, s
 @pytest.mark.private
 def test_keeping_the_adapters_dtype_is_still_needed(two, model, runs, tmp_path):
     """Fails when PEFT leaves bf16 as it is on resume: then remove patches.adapter_dtypes_kept."""
-    found = resumed(two, model, runs, "ddp", tmp_path, left_out="zero_recipes.libs.patches.adapter_dtypes_kept")
+    found = resumed(two, model, runs, "ddp", tmp_path, left_out="zero_recipes.engine.patches.adapter_dtypes_kept")
     assert found != history(runs["ddp"][1])
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.helpers.seeded import SEED, count, draw, write_result
 from tests.helpers.tiny import ROOT, write_recipe, write_rows
-from zero_recipes.checkpoint.reshard import reshard
-from zero_recipes.cli import main as cli
+from zero_recipes.tools import main as cli
+from zero_recipes.tools.reshard import reshard
 
 LARGEST = "largest_relative_loss_difference"
 SAVED, STEPS = 5, 9  # epochs of 4 steps: saved in the second, ended in the third

@@ -8,7 +8,7 @@ from tests.helpers.bad_data import CHATML
 from tests.helpers.sample_cases import strict
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, arguments, write_recipe
-from zero_recipes.checkpoint.verify import verify
+from zero_recipes.tools.verify import verify
 
 
 def rows_of(folder):

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from tests.engine.conftest import STRATEGIES
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, llama_config, weights_apart, write_recipe, write_rows
-from zero_recipes.checkpoint.verify import verify
 from zero_recipes.checks.capacity import checkpoint_bytes, read_at_resume
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.tools.verify import verify
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

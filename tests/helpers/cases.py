@@ -86,7 +86,7 @@ def checkpoint_gaps(one: str, other: str) -> dict[str, float]:
     import torch
     from safetensors.torch import load_file
 
-    from zero_recipes.checkpoint.reshard import open_checkpoint, read_parameter
+    from zero_recipes.tools.reshard import open_checkpoint, read_parameter
 
     gaps = {"weights": 0.0, "states": 0.0, "tensors": 0}
     names = [
@@ -135,7 +135,7 @@ def fresh_adam() -> dict:
     import deepspeed
     import torch
 
-    from zero_recipes.libs.patches import fresh_adam_at_stage_0
+    from zero_recipes.engine.patches import fresh_adam_at_stage_0
 
     left = {}
     for name in ("unpatched", "fresh"):
@@ -158,7 +158,7 @@ def attends_by_row() -> bool:
     """Whether sdpa takes packs apart in this process."""
     from transformers import AttentionInterface
 
-    from zero_recipes.libs import patches
+    from zero_recipes.engine import patches
 
     return AttentionInterface()["sdpa"] is patches._by_row
 

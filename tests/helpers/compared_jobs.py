@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.helpers import tiny
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Settings
-from zero_recipes.plan.job import Job
+from zero_recipes.tools.plan.job import Job
 
 
 def write_recipe(folder: Path, model: Path, keys: dict) -> Path:

@@ -20,10 +20,10 @@ import run_sft
 from tests.helpers import quantizer_on_cpu
 from tests.helpers.around import before, without_rules
 from tests.helpers.cases import train
-from zero_recipes.distributed.nvme import SWAPPED
-from zero_recipes.libs import fsdp
-from zero_recipes.libs.deepspeed import packed_weights
-from zero_recipes.libs.patches import patch_quantized_gradients
+from zero_recipes.engine import fsdp
+from zero_recipes.engine.deepspeed import packed_weights
+from zero_recipes.engine.nvme import SWAPPED
+from zero_recipes.engine.patches import patch_quantized_gradients
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 

@@ -108,9 +108,9 @@ def findings_of(side: Side, folder: Path, data: bool = True) -> list:
 
 def _found_by_check(side: Side, folder: Path, data: bool) -> list:
     from zero_recipes.checks.preflight import preflight
-    from zero_recipes.cli.check import data_findings
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
+    from zero_recipes.tools.check import data_findings
 
     name, *overrides = side.write(folder)
     with chdir(folder):

@@ -14,7 +14,7 @@ from torch import distributed
 
 from zero_recipes.core.findings import Finding, Refusal, RunFailed, print_ending
 from zero_recipes.core.process import leave
-from zero_recipes.distributed import group
+from zero_recipes.engine import group
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.training import divergence
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 import run_sft
 from tests.helpers.around import before, without
 from tests.helpers.step_cases import unpatched
-from zero_recipes.libs import deepspeed as internals
-from zero_recipes.libs.huggingface import without_deepspeed_announcement
+from zero_recipes.engine import deepspeed as internals
+from zero_recipes.engine.huggingface import without_deepspeed_announcement
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
 
@@ -54,7 +54,7 @@ def beginning(argv: list[str], patched: bool = True) -> dict:
     counting = mock.patch.object(internals, "set_state", counted)
     remembering = before(ZeroSFTTrainer, "_prepare_for_training", remember)
     peft = unpatched(BaseTunerLayer, "_get_base_layer_device_and_dtype", patched)
-    left_out = without(None if patched else "zero_recipes.libs.patches.keep_precision_of_new_adapters")
+    left_out = without(None if patched else "zero_recipes.engine.patches.keep_precision_of_new_adapters")
     with peft, left_out, counting, remembering, before(ZeroSFTTrainer, "_run_epoch", compare):
         trainer = run_sft.train(run_sft.prepare(argv))
     trainer.accelerator.wait_for_everyone()

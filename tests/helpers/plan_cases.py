@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.helpers.around import before
 from tests.helpers.cases import train
-from zero_recipes.libs import patches
+from zero_recipes.engine import patches
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 STEP = "plan_cases: a step begins"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.metrics import schema
-from zero_recipes.plan import job as plan_job
-from zero_recipes.plan.choose import Row, make_row
-from zero_recipes.plan.job import Job
+from zero_recipes.tools.plan import job as plan_job
+from zero_recipes.tools.plan.choose import Row, make_row
+from zero_recipes.tools.plan.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 10**9

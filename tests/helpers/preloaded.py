@@ -4,7 +4,7 @@ import functools
 import gc
 import importlib
 
-from zero_recipes.libs.warnings import quieten
+from zero_recipes.engine.warnings import quieten
 
 quieten()
 import cpuinfo  # noqa: E402
@@ -18,7 +18,7 @@ for name in (  # what a run imports later
     "deepspeed.runtime.superoffload",
     "transformers.models.gpt_neox.modeling_gpt_neox",
     "transformers.models.llama.modeling_llama",
-    "zero_recipes.checkpoint.verify",
+    "zero_recipes.tools.verify",
     "zero_recipes.training.trainer",
 ):
     importlib.import_module(name)

@@ -9,7 +9,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 import run_sft
 from tests.helpers.around import before
 from tests.helpers.cases import train
-from zero_recipes.libs.deepspeed import base_optimizer, flat_masters
+from zero_recipes.engine.deepspeed import base_optimizer, flat_masters
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 

@@ -16,7 +16,7 @@ from zero_recipes import model as models
 from zero_recipes.core.findings import Finding, Preempted, Refusal, RunFailed
 from zero_recipes.core.process import rank as rank_here
 from zero_recipes.metrics.callback import StageMetricsCallback
-from zero_recipes.training import samples, trainer
+from zero_recipes.training import answers, trainer
 
 
 def strict(text: str) -> Any:
@@ -75,7 +75,7 @@ def break_at(
     """`ending` of a run that breaks on all ranks: where it loads the weights, saves the model, or answers the samples
     after training. `address`: of `ending_at_hub`."""
     points = {"load": (models, "load_model"), "save": (trainer.ZeroSFTTrainer, "save_model")}
-    owner, name = points.get(point, (samples, "answer"))
+    owner, name = points.get(point, (answers, "answer"))
     kinds = {"RuntimeError": RuntimeError, "MemoryError": MemoryError, "OSError": OSError}
     kinds["Refusal"] = lambda text: Refusal([Finding("ZR000", text, "why", "fix")])
     original, first = getattr(owner, name), iter([True] * (point == "samples"))  # samples are answered before, too
@@ -120,7 +120,7 @@ def train_signalled(
 
     with ExitStack() as stack:
         for each in PLACES:
-            owner = samples if each == "generate_texts" else trainer.ZeroSFTTrainer
+            owner = answers if each == "generate_texts" else trainer.ZeroSFTTrainer
             stack.enter_context(before(owner, each, lambda *_, each=each, **__: count(each)))
         try:
             run_sft.train(run_sft.prepare(argv))

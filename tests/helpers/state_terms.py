@@ -2,7 +2,7 @@
 
 The expectation that the engine's bytes are compared with. Line numbers are those of deepspeed/runtime/. "Groups" are
 the optimizer's parameter groups (the Trainer makes two: with weight decay and without), each a list of tensor sizes in
-elements, in the order of the model. zero_recipes/libs/deepspeed.py reads the engine and knows nothing of these terms.
+elements, in the order of the model. zero_recipes/engine/deepspeed.py reads the engine and knows nothing of these terms.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ from tests.helpers.around import before, without_rules
 from tests.helpers.cases import train
 from tests.helpers.sample_cases import ending
 from tests.helpers.tiny import ROOT
-from zero_recipes.libs.deepspeed import base_optimizer, flat_masters
+from zero_recipes.engine.deepspeed import base_optimizer, flat_masters
 from zero_recipes.training import token_loss
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
@@ -133,7 +133,7 @@ def timeouts(argv: list[str], patched: bool) -> list[float]:
     from deepspeed.utils import groups
 
     known = set(distributed_c10d._world.pg_map)
-    left_out = None if patched else "zero_recipes.libs.patches.patch_timeouts"
+    left_out = None if patched else "zero_recipes.engine.patches.patch_timeouts"
     groups._WORLD_GROUP = None  # DeepSpeed 0.19.8, utils/groups.py: made once for a process
     with unpatched(TorchBackend, "new_group", patched):
         train(argv, left_out)
@@ -173,6 +173,6 @@ def sent_a_step(argv: list[str], patched: bool) -> dict[str, int]:
     """Bytes of one optimizer step by collective. Unpatched: stage 3 keeps its answers when the trace is dropped."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
-    left_out = None if patched else "zero_recipes.libs.patches.forget_releases_with_the_trace"
+    left_out = None if patched else "zero_recipes.engine.patches.forget_releases_with_the_trace"
     with unpatched(Coordinator, "_invalidate_trace", patched):
         return train(argv, left_out)["metrics"]["communication_bytes_per_step"]

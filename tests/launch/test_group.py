@@ -20,7 +20,7 @@ from tests.helpers.damage import refusal_of
 from tests.helpers.group import free_port
 from tests.helpers.tiny import ROOT, arguments, write_recipe
 from tests.helpers.two_ranks import ranks
-from zero_recipes.distributed.group import wait_for_hosts
+from zero_recipes.engine.group import wait_for_hosts
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_two_hosts_equal_one(namespaces, two, tmp_path):
     """The same command on each: they meet, and accelerate launches."""
     recipe = write_recipe(tmp_path, bf16=False)
     losses = two.run("train", argv=arguments(recipe, "zero3", tmp_path / "one"))[0]["metrics"]["loss_history"]
-    command = ["zero_recipes.cli.main", "train", str(recipe), "--config_file", "zero3.yaml", "--num_processes", "2"]
+    command = ["zero_recipes.tools.main", "train", str(recipe), "--config_file", "zero3.yaml", "--num_processes", "2"]
     command += ["--hosts", ",".join(HOSTS), "--output_dir", str(tmp_path / "out"), "--machine_rank"]
     ended = on_each(namespaces, [[*command, machine] for machine in ("0", "1")])
     assert [code for code, _ in ended] == [0, 0], "\n".join(text[-2000:] for _, text in ended)

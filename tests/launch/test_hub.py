@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.tiny import arguments, write_recipe
 from tests.unit.test_metrics import OK_ROW
-from zero_recipes.checkpoint.verify import verify
-from zero_recipes.cli import main as cli
+from zero_recipes.tools import main as cli
+from zero_recipes.tools.verify import verify
 from zero_recipes.training import card
 
 

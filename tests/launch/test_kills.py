@@ -30,7 +30,7 @@ def launch(strategy: str, recipe: Path, output_dir: Path, kill: str | None) -> t
         script.symlink_to(ROOT / "tests" / "helpers" / "killed.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {} if kill is None else {"KILL": kill}
-    command = [sys.executable, "-m", "zero_recipes.cli.main", "train", str(recipe), "--output_dir", str(output_dir)]
+    command = [sys.executable, "-m", "zero_recipes.tools.main", "train", str(recipe), "--output_dir", str(output_dir)]
     command += ["--config_file", f"{strategy}.yaml", "--num_processes", "2", *RESUME]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     ended = subprocess.run(command, cwd=recipe.parent, env=environment, text=True, timeout=400, **pipes)

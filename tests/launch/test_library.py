@@ -12,8 +12,8 @@ import pytest
 from tests.helpers.tiny import ROOT
 from tests.helpers.two_ranks import environment_of_launch, two_ranks
 from zero_recipes.checkpoint.save import checkpoint_fault
-from zero_recipes.cli import main as cli
 from zero_recipes.metrics.read_runs import read_runs
+from zero_recipes.tools import main as cli
 
 
 def programs() -> list[str]:

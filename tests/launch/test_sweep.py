@@ -13,12 +13,12 @@ import yaml
 
 from tests.helpers.group import start_server
 from tests.helpers.tiny import ROOT, write_recipe
-from zero_recipes.cli import main as cli
-from zero_recipes.cli import sweep, tune
-from zero_recipes.cli.forked import forked
 from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.schema import Metrics
-from zero_recipes.report import read
+from zero_recipes.tools import main as cli
+from zero_recipes.tools import sweep, tune
+from zero_recipes.tools.forked import forked
+from zero_recipes.tools.report import read
 
 BUCKET = "zero_optimization.reduce_bucket_size"
 
@@ -79,7 +79,7 @@ def test_a_sweep_that_is_stopped_leaves_no_process(tmp_path, verb):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "run_sft.py").write_text(WAITING)
     os.mkfifo(tmp_path / "ranks")
-    command = [sys.executable, "-m", "zero_recipes.cli.main", verb, write_recipe(tmp_path), "--strategies", "zero2"]
+    command = [sys.executable, "-m", "zero_recipes.tools.main", verb, write_recipe(tmp_path), "--strategies", "zero2"]
     running = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     with os.fdopen(os.open(tmp_path / "ranks", os.O_RDWR)) as ranks:
         started = [psutil.Process(int(ranks.readline())) for _ in range(2)]
@@ -101,7 +101,7 @@ def test_what_ranks_are_forked_from_does_not_use_cuda():
     """A process that is forked from one that does cannot."""
     python = [sys.executable, "-c"]
     loaded = "\nimport sys; assert {'datasets', 'deepspeed', 'transformers'} <= sys.modules.keys()"
-    subprocess.run([*python, USES_CUDA.format("zero_recipes.cli.preload") + loaded], cwd=ROOT, check=True)
+    subprocess.run([*python, USES_CUDA.format("zero_recipes.tools.preload") + loaded], cwd=ROOT, check=True)
     needed = subprocess.run([*python, USES_CUDA.format("peft")], cwd=ROOT, capture_output=True, text=True)
     assert "CUDA is used" in needed.stderr, "it can be preloaded too"
 

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Falcon
 
 from tests.helpers.compared_jobs import job_of, write_recipe
 from tests.helpers.tiny import ROOT, llama_config, write_model
-from zero_recipes.plan.formulas import overheads, predict_by_formulas
-from zero_recipes.plan.simulator import parent as simulation
+from zero_recipes.tools.plan.formulas import overheads, predict_by_formulas
+from zero_recipes.tools.plan.simulator import parent as simulation
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 QLORA = LORA | {"load_in_4bit": True, "random_weights": False}

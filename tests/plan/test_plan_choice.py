@@ -6,12 +6,12 @@ from hypothesis import strategies as draw
 
 from tests.helpers.plan_jobs import GB, H100, every_strategy, job, made_up, recipe, rows_of, strategies
 from zero_recipes.metrics.schema import HostBytes
-from zero_recipes.plan import choose
-from zero_recipes.plan.choose import COST_ORDER, ORDER, largest, limits_of, recommend, smallest_change
-from zero_recipes.plan.formulas import predict_by_formulas
-from zero_recipes.plan.job import EVERY, Job, PlanRequest
-from zero_recipes.plan.output import change_in_words
-from zero_recipes.plan.predict import fit_of
+from zero_recipes.tools.plan import choose
+from zero_recipes.tools.plan.choose import COST_ORDER, ORDER, largest, limits_of, recommend, smallest_change
+from zero_recipes.tools.plan.formulas import predict_by_formulas
+from zero_recipes.tools.plan.job import EVERY, Job, PlanRequest
+from zero_recipes.tools.plan.predict import fit_of
+from zero_recipes.tools.plan.show import change_in_words
 
 CAPACITY = 80 * GB
 OTHERWISE = {"zero2_bf16_states", "zero3_bf16_states", "zero2_autocast"}

@@ -12,17 +12,17 @@ import pytest
 from rich.console import Console
 
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, recipe, strategies
-from zero_recipes.cli import main as cli
-from zero_recipes.cli.arguments import parse_arguments
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import config_files
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
-from zero_recipes.plan import command, shape
-from zero_recipes.plan.formulas import predict_by_formulas
-from zero_recipes.plan.job import EVERY, model_config, read_recipe, read_strategies
-from zero_recipes.plan.predict import Predictor
-from zero_recipes.plan.simulator import parent as simulation
+from zero_recipes.tools import main as cli
+from zero_recipes.tools.arguments import parse_arguments
+from zero_recipes.tools.plan import command, shape
+from zero_recipes.tools.plan.formulas import predict_by_formulas
+from zero_recipes.tools.plan.job import EVERY, model_config, read_recipe, read_strategies
+from zero_recipes.tools.plan.predict import Predictor
+from zero_recipes.tools.plan.simulator import parent as simulation
 
 RECIPE = "recipes/pythia.yaml"
 
@@ -93,7 +93,7 @@ def test_only_what_must_be_simulated_starts_the_engines_process(capsys, tmp_path
     started = []
     monkeypatch.setattr(simulation, "start", started.append)
     monkeypatch.setattr(simulation, "simulate", lambda jobs, deadline: [predict_by_formulas(one) for one in jobs])
-    monkeypatch.setattr("zero_recipes.plan.predict.FOLDER", tmp_path)
+    monkeypatch.setattr("zero_recipes.tools.plan.predict.FOLDER", tmp_path)
     words = ["plan", RECIPE, "--gpus", "2", "--strategies"]
     assert cli.main([*words, "zero2", "--model_name_or_path", "no/body"]) == 2 and not started  # refused
     assert cli.main([*words, "fsdp2"]) == 0 and not started  # by formulas
@@ -102,7 +102,7 @@ def test_only_what_must_be_simulated_starts_the_engines_process(capsys, tmp_path
 
 
 def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_recipes.plan.cache.FOLDER", tmp_path)
+    monkeypatch.setattr("zero_recipes.tools.plan.cache.FOLDER", tmp_path)
     (path := tmp_path / "recipe.yaml").write_text((ROOT / RECIPE).read_text())
 
     def made(*overrides: str) -> tuple:
@@ -113,7 +113,7 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
     ways = ([], ["--use_peft", "true"])
     first = [made(*way) for way in ways]
     with monkeypatch.context() as without:
-        for name in ("zero_recipes.config.recipe.parse_recipe", "zero_recipes.plan.shape.of_model"):
+        for name in ("zero_recipes.config.recipe.parse_recipe", "zero_recipes.tools.plan.shape.of_model"):
             without.setattr(name, None)
         assert [made(*way) for way in ways] == first and first[0] != first[1]
     assert first[0][0] == recipes.parse_recipe(path, recipes.read_recipe_file(path), [])

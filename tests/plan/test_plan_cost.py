@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, made_up, recipe
-from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import RowLengths
 from zero_recipes.core.host import gpus
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows, rows_at_hand
-from zero_recipes.plan import cost
-from zero_recipes.plan.cost import padded_together, sequence_of
-from zero_recipes.plan.formulas import Sizes, predict_by_formulas, shape_of
+from zero_recipes.tools import main as cli
+from zero_recipes.tools.plan import cost
+from zero_recipes.tools.plan.cost import padded_together, sequence_of
+from zero_recipes.tools.plan.formulas import Sizes, predict_by_formulas, shape_of
 
 TINY = "recipes/tiny.yaml"
 

@@ -8,9 +8,9 @@ from tests.helpers.plan_jobs import GB, job
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.schema import PARTS, Prediction
-from zero_recipes.plan.formulas import Sizes, overheads, predict_by_formulas, shape_of
-from zero_recipes.plan.job import known_models
-from zero_recipes.plan.predict import Predictor
+from zero_recipes.tools.plan.formulas import Sizes, overheads, predict_by_formulas, shape_of
+from zero_recipes.tools.plan.job import known_models
+from zero_recipes.tools.plan.predict import Predictor
 
 PSI = 6_857_302_016  # EleutherAI/pythia-6.9b
 H = 4096
@@ -53,7 +53,7 @@ def test_a_known_config_builds_the_model_that_was_published(name):
     ],
 )
 def test_model_states_and_checkpoints_in_bytes_a_parameter(strategy, values, each, saved):
-    """On one of two ranks, by zero_recipes/theory/, which the engine is compared with."""
+    """On one of two ranks, by zero_recipes/core/zero_paper.py, which the engine is compared with."""
     found = predict_by_formulas(job(strategy, **values))
     states = found.model_state_bytes
     assert (states.params, states.grads, states.optimizer) == tuple(PSI * width for width in each)

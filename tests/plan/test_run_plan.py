@@ -11,17 +11,17 @@ from deepspeed.accelerator import get_accelerator
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import predicted, preflight
-from zero_recipes.cli import main as cli
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.schema import PredictedMetrics
-from zero_recipes.plan import of_run
-from zero_recipes.plan.formulas import overheads, predict_by_formulas
-from zero_recipes.plan.predict import Predictor
-from zero_recipes.plan.simulator import parent as simulation
+from zero_recipes.tools import main as cli
+from zero_recipes.tools.plan import of_run
+from zero_recipes.tools.plan.formulas import overheads, predict_by_formulas
+from zero_recipes.tools.plan.predict import Predictor
+from zero_recipes.tools.plan.simulator import parent as simulation
 
-# the answer: of zero_recipes/plan/of_run.py, with predictions made up to order
+# the answer: of zero_recipes/tools/plan/of_run.py, with predictions made up to order
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, m
     predict(job("zero3"))
     predict(job("zero2", max_length=64))
     assert len(simulated) == 3
-    monkeypatch.setattr("zero_recipes.plan.predict.versions", lambda: {"torch": "another"})
+    monkeypatch.setattr("zero_recipes.tools.plan.predict.versions", lambda: {"torch": "another"})
     predict(job("zero2"))
     assert len(simulated) == 4
     for path in tmp_path.glob("*.json"):

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.damage import flip
 from tests.helpers.tiny import ROOT
 from zero_recipes.checkpoint.save import write_checksums
-from zero_recipes.cli import main as cli
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
+from zero_recipes.tools import main as cli
 
 BASE = ROOT / "tiny_world" / "base"
 ROWS = [json.loads(line) for line in (ROOT / "tiny_world" / "test.jsonl").read_text().splitlines()[:40:10]]
@@ -137,7 +137,7 @@ def places(tmp_path_factory, tuned, adapter) -> dict[str, Path]:
 def test_what_cannot_be_asked_is_refused(words, message, tmp_path, places, prompts, capsys, monkeypatch):
     """Before any weight is loaded."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("zero_recipes.ask.load_model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("zero_recipes.tools.ask.load_model", lambda *_: pytest.fail("weights were loaded"))
     (tmp_path / "samples.jsonl").write_text("kept")
     named = places | {"rows": prompts, "full": tmp_path}
     assert message in refused(capsys, *(str(word).format(**named) for word in words))

@@ -7,11 +7,11 @@ import pytest
 
 from tests.helpers.plan_jobs import job, recipe
 from tests.helpers.tiny import ROOT
-from zero_recipes.cli.sweep import runs_of
 from zero_recipes.config.ds_config import fill_own_autos
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.model import size_of
-from zero_recipes.plan.job import job_of, known_models
+from zero_recipes.tools.plan.job import job_of, known_models
+from zero_recipes.tools.sweep import runs_of
 
 MARKED = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
 KEYS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")

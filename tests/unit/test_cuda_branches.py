@@ -16,17 +16,17 @@ from transformers.integrations import hub_kernels
 
 from tests.helpers import fake_cuda, flash_stand_in
 from zero_recipes import model as load
-from zero_recipes.cli.verbs import fetch_kernel
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.libs.deepspeed import state_bytes
-from zero_recipes.libs.huggingface import attention_name
-from zero_recipes.libs.patches import scale_for_fp16
+from zero_recipes.engine.deepspeed import state_bytes
+from zero_recipes.engine.huggingface import attention_name
+from zero_recipes.engine.patches import scale_for_fp16
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
 from zero_recipes.metrics.flops import ModelFlops
 from zero_recipes.metrics.probe import UsedFlops
 from zero_recipes.metrics.schema import Metrics, PredictedMetrics, RunIdentity
+from zero_recipes.tools.verbs import fetch_kernel
 
 MIB = 2**20
 
@@ -168,7 +168,7 @@ def test_a_failure_on_a_gpu_names_what_held_its_memory(cuda, tmp_path):
 def test_a_counter_on_the_host_is_no_offloaded_state(monkeypatch):
     """torch's AdamW keeps its step counts on the host beside states on the GPU (adam.py, `_init_group`); "meta" stands
     for the GPU here."""
-    monkeypatch.setattr("zero_recipes.libs.deepspeed._training_device", lambda: "meta")
+    monkeypatch.setattr("zero_recipes.engine.deepspeed._training_device", lambda: "meta")
     model = torch.nn.Linear(8, 8, device="meta")
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():

@@ -19,7 +19,6 @@ from tests.helpers.bad_data import BASE, CHATML, arguments, lines, parquet, prep
 from tests.helpers.damage import refusal_of
 from tests.helpers.faults import Side
 from tests.helpers.tiny import settings_with
-from zero_recipes.cli import main as cli
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data import forms, load
 from zero_recipes.data.audit import audit, holding, overlap_findings
@@ -29,8 +28,9 @@ from zero_recipes.data.masks import mask_by, tokenise
 from zero_recipes.data.prepare import finish, prepare_split
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.metrics.read_runs import question, read_samples
-from zero_recipes.report.judge import JUDGED_SCORES
-from zero_recipes.training.samples import Answers, sample_rows, show_samples, text_scores, write_rows
+from zero_recipes.tools import main as cli
+from zero_recipes.tools.report.judge import JUDGED_SCORES
+from zero_recipes.training.answers import Answers, sample_rows, show_samples, text_scores, write_rows
 
 WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.helpers.tiny import ROOT, write_llama
-from zero_recipes.cli.export import prompt_of
-from zero_recipes.cli.main import main
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics.read_runs import SampleRow
+from zero_recipes.tools.export import prompt_of
+from zero_recipes.tools.main import main
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -8,14 +8,14 @@ from jinja2 import Template
 from transformers import AutoTokenizer
 
 from tests.helpers.bad_data import BASE, ON_CPU, lines
-from zero_recipes.cli import main as cli
-from zero_recipes.cli.import_config import table, translated
 from zero_recipes.config import keys
 from zero_recipes.config.accelerate import LAUNCH_KEYS
 from zero_recipes.config.recipe import parse_recipe, read_recipe_file, trl_arguments
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows
+from zero_recipes.tools import main as cli
+from zero_recipes.tools.import_config import table, translated
 
 TURNS = [("Say 1.", "Word 1."), ("Name a fish.", "The red fish hums.")]
 SHAREGPT = {

@@ -27,7 +27,6 @@ from tests.helpers.faults import ROOT, Side
 from tests.helpers.tiny import write_model, write_recipe, write_rows
 from tests.helpers.two_ranks import environment_of_launch
 from zero_recipes.checks.preflight import preflight
-from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.ds_config import DsConfig
@@ -37,11 +36,12 @@ from zero_recipes.core import tables
 from zero_recipes.core.findings import Refusal, print_ending
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import PhaseClock
-from zero_recipes.distributed import group
-from zero_recipes.distributed.group import start_process_group
-from zero_recipes.distributed.kernels import build, is_compiled, remove_stale_locks
+from zero_recipes.engine import group
+from zero_recipes.engine.group import start_process_group
+from zero_recipes.engine.kernels import build, is_compiled, remove_stale_locks
 from zero_recipes.model import size_of
-from zero_recipes.plan.job import read_strategies
+from zero_recipes.tools import main as cli
+from zero_recipes.tools.plan.job import read_strategies
 from zero_recipes.training.output import RecipeRun
 
 LINKS = ("ddp.yaml", "zero1.yaml", "zero2.yaml", "zero3.yaml")
@@ -72,7 +72,7 @@ def test_check_takes_the_file_of_a_launch_and_plan_and_sweep_its_name(root, monk
     assert cli.main([*plan, "--strategies", "zero3"]) == 0
     assert [row["job"]["strategy"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["zero3"]
     swept = []
-    monkeypatch.setattr("zero_recipes.cli.sweep.sweep", lambda recipe, names, *_, **__: swept.append(names) or {})
+    monkeypatch.setattr("zero_recipes.tools.sweep.sweep", lambda recipe, names, *_, **__: swept.append(names) or {})
     for words in (["--strategies", "zero3_offload,ddp"], []):
         assert cli.main(["sweep", "recipes/tiny.yaml", *words]) == 0
     assert swept == [["zero3_offload", "ddp"], ["ddp", "zero0", "zero1", "zero2", "zero3"]]
@@ -134,7 +134,7 @@ def test_a_sweep_of_a_recipe_with_a_ds_config_is_refused(
 ):
     """Under ddp.yaml it would train at stage 2, in a row that is called ddp."""
     launched = []
-    monkeypatch.setattr("zero_recipes.cli.sweep._run", lambda *words: launched.append(words) or (1, ""))
+    monkeypatch.setattr("zero_recipes.tools.sweep._run", lambda *words: launched.append(words) or (1, ""))
     sweep = ["sweep", "recipes/pythia-zero2.yaml", "--strategies", strategies, "--output_dir", str(tmp_path / "out")]
     assert cli.main([*sweep, *words]) == (2 if refused else 1)
     assert ("ZR861" in capsys.readouterr().err) == refused and bool(launched) != refused
@@ -289,7 +289,7 @@ def test_without_a_login_to_wandb_no_weight_is_loaded(monkeypatch):
 def test_each_process_takes_its_gpu_fsdp_reduces_on_the_host_too_and_one_process_is_alone(monkeypatch):
     taken, met = [], []
     monkeypatch.setattr("torch.cuda.set_device", taken.append)
-    monkeypatch.setattr("zero_recipes.distributed.group.rendezvous", lambda backend, *_: met.append(backend))
+    monkeypatch.setattr("zero_recipes.engine.group.rendezvous", lambda backend, *_: met.append(backend))
     for name, value in {"RANK": "3", "LOCAL_RANK": "1", "PATH": os.environ["PATH"]}.items():
         monkeypatch.setenv(name, value)
     for strategy in (Strategy("ddp", 4), Strategy("fsdp2", 4, fsdp_config={"cpu_offload": False})):

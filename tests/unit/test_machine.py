@@ -33,8 +33,6 @@ from tests.helpers.faults import Side
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import machine as machines
 from zero_recipes.checks.capacity import disk_findings, memory_findings, nvme_findings
-from zero_recipes.cli import env
-from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import RunConfig
@@ -42,9 +40,11 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, Refusal, print_ending
 from zero_recipes.core.host import PINNED_LIMIT_MIB, Host, pinned_bytes, set_allocator
-from zero_recipes.distributed.group import set_host_threads
-from zero_recipes.distributed.kernels import build_findings, extension_folder
+from zero_recipes.engine.group import set_host_threads
+from zero_recipes.engine.kernels import build_findings, extension_folder
 from zero_recipes.model import load_config
+from zero_recipes.tools import env
+from zero_recipes.tools import main as cli
 
 GB = 10**9
 PSI = 7 * GB  # parameters

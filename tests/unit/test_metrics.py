@@ -140,13 +140,13 @@ def test_a_failed_row_keeps_what_is_known_and_is_written_without_what_is_not(tmp
 
 LIGHT = """
 import importlib, pkgutil, sys
-import zero_recipes, zero_recipes.core, zero_recipes.report
-for package in (zero_recipes.core, zero_recipes.report):
+import zero_recipes, zero_recipes.core, zero_recipes.tools.report
+for package in (zero_recipes.core, zero_recipes.tools.report):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 for name in ("theory.zero_paper", "metrics.schema", "metrics.read_runs", "metrics.failure"):
     importlib.import_module("zero_recipes." + name)
-print(sorted({"torch", "transformers", "trl", "deepspeed", "zero_recipes.plan"} & set(sys.modules)))
+print(sorted({"torch", "transformers", "trl", "deepspeed", "zero_recipes.tools.plan"} & set(sys.modules)))
 """
 
 

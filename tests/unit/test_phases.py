@@ -14,7 +14,7 @@ from tests.helpers.tiny import llama_config
 from zero_recipes import StageMetricsCallback, ZeroSFTTrainer
 from zero_recipes.core import process
 from zero_recipes.core.process import PhaseClock
-from zero_recipes.distributed import group
+from zero_recipes.engine import group
 from zero_recipes.metrics.schema import FILE, Metrics
 
 ROWS = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 2

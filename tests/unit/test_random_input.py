@@ -19,9 +19,9 @@ from tests.helpers.seeded import count, draw, grid
 from tests.helpers.tiny import ROOT, named, write_recipe
 from tests.helpers.two_ranks import set_by_launch
 from zero_recipes.checks.deepspeed_rules import top_level_keys
-from zero_recipes.cli import main as cli
 from zero_recipes.config.accelerate import AMBIGUOUS, launched_environment
 from zero_recipes.config.keys import dataclasses_of_a_recipe, key_choices, key_types
+from zero_recipes.tools import main as cli
 
 KINDS = {"recipe": 200, "ds_config": 150, "accelerate": 150}  # how many of each in the grid
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.helpers.damage import refusal_of
 from tests.helpers.faults import ROOT, Side
-from zero_recipes.cli import main as cli
 from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal
 from zero_recipes.model import adapter_config
+from zero_recipes.tools import main as cli
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 

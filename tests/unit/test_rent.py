@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from tests.helpers.tiny import ROOT
-from zero_recipes.cli.arguments import parse_arguments
-from zero_recipes.cli.main import main
+from zero_recipes.tools.arguments import parse_arguments
+from zero_recipes.tools.main import main
 
 STRATEGY = {"2": "zero3.yaml", "16": "zero2.yaml"}  # what fits Pythia-6.9B, by formulas
 STUBS = {  # of a cluster: what was called is in `called`

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from tests.helpers.report_runs import GPU, LOSSES, MIB, SPEED, metrics, on_cpu, oom, sample, save, sweep
-from zero_recipes.cli import main as cli
 from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.schema import ContractError, Metrics
-from zero_recipes.report import read
-from zero_recipes.report.judge import bottom_line, judge_runs
-from zero_recipes.report.page import write_report
+from zero_recipes.tools import main as cli
+from zero_recipes.tools.report import read
+from zero_recipes.tools.report.judge import bottom_line, judge_runs
+from zero_recipes.tools.report.page import write_report
 from zero_recipes.training.card import write_card
 
 

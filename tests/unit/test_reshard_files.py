@@ -16,15 +16,15 @@ import torch
 
 from tests.helpers.damage import contents, refusal_of
 from tests.helpers.tiny import ROOT, write_recipe
-from zero_recipes.checkpoint import reshard as resharding
 from zero_recipes.checkpoint import save
-from zero_recipes.checkpoint.reshard import reshard, strategy_of
 from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
 from zero_recipes.checkpoint.save import NotWhole, checkpoint_fault, content_fault, write_manifest
-from zero_recipes.checkpoint.verify import verify
 from zero_recipes.checks.preflight import preflight
-from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
+from zero_recipes.tools import main as cli
+from zero_recipes.tools import reshard as resharding
+from zero_recipes.tools.reshard import reshard, strategy_of
+from zero_recipes.tools.verify import verify
 
 
 class Planted:

@@ -19,15 +19,15 @@ from tests.helpers.tiny import ROOT, llama_config, write_experts, write_llama, w
 from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.checks.rehearsal import parser_findings
 from zero_recipes.checks.rules import Candidate, options
-from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import described, table
 from zero_recipes.core.host import Host
-from zero_recipes.distributed import kernels
+from zero_recipes.engine import kernels
 from zero_recipes.model import load_config, size_of
+from zero_recipes.tools import main as cli
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,16 @@ from tests.helpers import fake_cuda
 from tests.helpers.damage import refusal_of
 from tests.helpers.report_runs import metrics, save
 from tests.helpers.tiny import ROOT, write_recipe
-from zero_recipes.cli import main as cli
-from zero_recipes.cli import sweep, tune
-from zero_recipes.cli.sweep import option_words, parse_sets, run_name, runs_of
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.keys import key_types
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file, read_runs, read_sweep_file
-from zero_recipes.plan.job import read_recipe
-from zero_recipes.report import read
+from zero_recipes.tools import main as cli
+from zero_recipes.tools import sweep, tune
+from zero_recipes.tools.plan.job import read_recipe
+from zero_recipes.tools.report import read
+from zero_recipes.tools.sweep import option_words, parse_sets, run_name, runs_of
 
 CONFIGS = {name: ROOT / "accelerate_configs" / f"{name}.yaml" for name in ("ddp", "zero2", "zero3", "fsdp2")}
 BUCKET = "zero_optimization.reduce_bucket_size"

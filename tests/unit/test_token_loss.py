@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig
 
 from tests.helpers.tiny import ROOT, llama_config
-from zero_recipes.libs.huggingface import rows_left_over
+from zero_recipes.engine.huggingface import rows_left_over
 from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, begin_epoch, tokens_repeated
 from zero_recipes.training.trainer import ZeroSFTTrainer
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.helpers.damage import cut, flip
 from tests.helpers.tiny import ROOT, llama_config
 from zero_recipes.checkpoint import save
-from zero_recipes.checkpoint.verify import verify
-from zero_recipes.cli import main as cli
+from zero_recipes.tools import main as cli
+from zero_recipes.tools.verify import verify
 
 BASE = ROOT / "tiny_world" / "base"
 NORM, MATRIX = "gpt_neox.final_layer_norm.weight", "gpt_neox.layers.0.mlp.dense_4h_to_h.weight"

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import ROOT
-from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
+from zero_recipes.tools.plan.simulator.tracker import LiveStorages, Observed
 
 aten = torch.ops.aten
 
@@ -136,15 +136,15 @@ def test_numbers_are_answered_as_in_a_healthy_step():
 AUTOCAST = """
 import json, os
 os.environ |= {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-from zero_recipes.plan.simulator.device import set_up_fake_gpu
+from zero_recipes.tools.plan.simulator.device import set_up_fake_gpu
 set_up_fake_gpu()
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-from zero_recipes.plan.simulator import patches
-from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
-patches.attention_as_on_cuda()
-patches.set_up_autocast(torch.bfloat16)
+from zero_recipes.tools.plan.simulator import stand_ins
+from zero_recipes.tools.plan.simulator.tracker import LiveStorages, Observed
+stand_ins.attention_as_on_cuda()
+stand_ins.set_up_autocast(torch.bfloat16)
 tracker, found = LiveStorages("gpu"), {}
 with FakeTensorMode(allow_non_fake_inputs=True), Observed(tracker):
     q = 1 * torch.empty(2, 8, 64, 16, device="gpu", requires_grad=True)

@@ -29,7 +29,7 @@ def test_loading_by_class_is_still_needed(tmp_path):
 OFFLINE = """
 import json, sys
 import run_sft
-from zero_recipes.cli import main as cli
+from zero_recipes.tools import main as cli
 from zero_recipes.core.findings import Refusal
 
 def ended(command):

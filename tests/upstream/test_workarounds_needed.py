@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from zero_recipes.libs.deepspeed import _LAYOUTS, state_bytes
+from zero_recipes.engine.deepspeed import _LAYOUTS, state_bytes
 
 pytestmark = pytest.mark.private
 SITE = Path(transformers.__file__).parents[1]
@@ -31,11 +31,11 @@ CITED = [
     ("accelerate/state.py", 'elif int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:', "start_process_group"),
     ("torch/include/ATen/core/CachingHostAllocator.h", "size <= pinned_max_cached_size()", "core/host.py the limit"),
     ("deepspeed/runtime/comm/coalesced_collectives.py", "max(tensor.shape[0], tensor.shape[1], global_world_size)\n",
-     "libs/patches.py quantized_shape"),
+     "engine/patches.py quantized_shape"),
     ("deepspeed/ops/csrc/quantization/swizzled_quantize.cu", "= groups / (nodes * devices_per_node);\n",
-     "libs/patches.py quantized_shape: groups that the ranks do not divide"),
+     "engine/patches.py quantized_shape: groups that the ranks do not divide"),
     ("deepspeed/ops/csrc/quantization/quant_reduce.cu", "= (one_step_threads < 1024) ? one_step_threads : 1024;\n",
-     "libs/patches.py quantized_shape: groups of up to 128"),
+     "engine/patches.py quantized_shape: groups of up to 128"),
     ("torch/include/ATen/core/CachingHostAllocator.h", "return c10::llvm::PowerOf2Ceil(size);", "core/host.py pinned"),
 ]  # fmt: skip
 
@@ -94,14 +94,14 @@ def test_a_sampler_by_length_draws_from_the_global_generator():
 
 
 def test_a_tied_head_that_is_a_copy_is_saved_twice():
-    """libs/patches.py without_aliases."""
+    """engine/patches.py without_aliases."""
     model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True))
     copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert "lm_head.weight" in remove_tied_weights_from_state_dict(copies, model)
 
 
 def test_rows_left_over_are_not_known_where_batches_are_skipped():
-    """libs/huggingface.py rows_left_over: of 5 rows in batches of 2 on 2 processes one is left over."""
+    """engine/huggingface.py rows_left_over: of 5 rows in batches of 2 on 2 processes one is left over."""
     loader = prepare_data_loader(DataLoader(range(5), batch_size=2), num_processes=2, process_index=0)
     known = []
     for each in (loader, skip_first_batches(loader, 1)):
@@ -111,7 +111,7 @@ def test_rows_left_over_are_not_known_where_batches_are_skipped():
 
 
 def test_tokens_are_counted_by_rules_for_the_models_own_loss(tmp_path):
-    """libs/huggingface.py count_tokens_with_loss."""
+    """engine/huggingface.py count_tokens_with_loss."""
     assert not transformers.Gemma3nForConditionalGeneration.accepts_loss_kwargs  # counts nothing
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2))
     args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)

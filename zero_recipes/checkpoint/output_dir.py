@@ -30,7 +30,7 @@ from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.core.files import PART
 from zero_recipes.core.findings import Refusal, raise_errors, refusal
 from zero_recipes.core.process import rank, say
-from zero_recipes.distributed.group import agree, once
+from zero_recipes.engine.group import agree, once
 
 OURS = ("recipe.resolved.yaml", "metrics.json")  # a run leaves at least one of them
 LOCK = ".zero-recipes.lock"

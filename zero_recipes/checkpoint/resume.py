@@ -24,9 +24,9 @@ from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED, Refusal, raise_errors, refusal
 from zero_recipes.core.process import rank, say
-from zero_recipes.distributed.group import agree, once
-from zero_recipes.libs import deepspeed as internals
-from zero_recipes.libs.huggingface import not_plain
+from zero_recipes.engine import deepspeed as internals
+from zero_recipes.engine.group import agree, once
+from zero_recipes.engine.huggingface import not_plain
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
@@ -237,7 +237,7 @@ def _reshard(checkpoint: Path, strategy: Strategy, target: Path) -> None:
         _refuse_not_whole(target, save.checkpoint_fault(target))
         return
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed; the checkpoint may be another by now
-    command = [sys.executable, "-m", "zero_recipes.cli.main", "reshard", str(checkpoint), "--skip_checksums"]
+    command = [sys.executable, "-m", "zero_recipes.tools.main", "reshard", str(checkpoint), "--skip_checksums"]
     command += ["--world_size", str(world_size), "--stage", str(stage)]
     say(f"resharding {checkpoint} for world size {world_size}")
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}

@@ -11,7 +11,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host, pinned_bytes
-from zero_recipes.theory.zero_paper import ModelState, model_state_bytes
+from zero_recipes.core.zero_paper import ModelState, model_state_bytes
 
 DEFAULT_BUFFER = 10**8  # elements: deepspeed/runtime/zero/offload_config.py
 

@@ -18,7 +18,7 @@ from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Gpu, Host
 from zero_recipes.core.process import local_world_size
 from zero_recipes.data.load import on_hub, packaged_formats
-from zero_recipes.distributed.kernels import build_findings
+from zero_recipes.engine.kernels import build_findings
 
 # oldest driver that runs programs of a CUDA major version (NVIDIA's CUDA compatibility guide)
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}

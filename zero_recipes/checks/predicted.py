@@ -15,10 +15,10 @@ from zero_recipes.config.recipe import RunConfig
 from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
 from zero_recipes.core.host import Gpu, card_named
 from zero_recipes.core.process import CLOCK, local_world_size, rank
-from zero_recipes.distributed.group import agree, once
+from zero_recipes.engine.group import agree, once
 from zero_recipes.metrics.schema import PredictedMetrics
 
-PLANNER = ("-m", "zero_recipes.plan.of_run")
+PLANNER = ("-m", "zero_recipes.tools.plan.of_run")
 SECONDS = 90.0  # of its simulation
 # What metrics.json carries, and findings; prints. Raises RuntimeError where the planner failed.
 Answer = Callable[[], tuple[dict[str, Any] | None, list[Finding]]]
@@ -83,7 +83,7 @@ def card(index: int | None = None) -> dict[str, Any]:
 
 @contextmanager
 def _planner(run: RunConfig, environment: Mapping[str, str], cards: Sequence[dict[str, Any]]) -> Iterator[Answer]:
-    """zero_recipes/plan/of_run.py in a process of its own, which is killed when this is left."""
+    """zero_recipes/tools/plan/of_run.py in a process of its own, which is killed when this is left."""
     print(f"plan          planning, up to {SECONDS:.0f} s", flush=True)
     strategy, here = run.strategy, local_world_size(environment, run.strategy.world_size)
     job = {"strategy": strategy.name, "world_size": strategy.world_size, "gpus_per_node": here}

@@ -20,7 +20,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import fill_own_autos, quiet
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Finding, collected, library_error_as_finding
-from zero_recipes.libs.huggingface import rows_are_cut, single_process_env, without_deepspeed_announcement
+from zero_recipes.engine.huggingface import rows_are_cut, single_process_env, without_deepspeed_announcement
 from zero_recipes.model import adapter_config, rehearse_model
 
 STEPS = 1000  # of a schedule whose run is measured in epochs: only that it is a number matters

@@ -23,7 +23,7 @@ from zero_recipes.config.strategy import Strategy, sequence_parallel_findings
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.process import local_world_size
-from zero_recipes.libs.huggingface import attention_kernel
+from zero_recipes.engine.huggingface import attention_kernel
 from zero_recipes.model import built_or_none
 
 # the texts of rules that are no more than a condition, and tables of values

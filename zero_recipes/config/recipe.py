@@ -404,7 +404,7 @@ def settings_in_force(
 
 
 def refuse_uneven_gpus(strategy: "Strategy", device: str, environment: Mapping[str, str]) -> None:
-    """One process with several GPUs would become nn.DataParallel, under torchrun too (distributed/group.py), which
+    """One process with several GPUs would become nn.DataParallel, under torchrun too (engine/group.py), which
     SFTTrainer refuses once the weights are loaded; DeepSpeed's does not. NCCL takes no two ranks on one device."""
     import torch
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from zero_recipes.config import fsdp
 from zero_recipes.config.accelerate import inline_ds_config
 from zero_recipes.config.ds_config import DsConfig, are_one, fill_own_autos, read_json_mapping, refuse_bad_schema
+from zero_recipes.config.fsdp_config import fsdp_config_in_force
 from zero_recipes.config.recipe import Settings, precision_of
 from zero_recipes.core.findings import Finding, finding, refusal
 from zero_recipes.core.host import allocator_settings
@@ -79,7 +79,7 @@ def resolve_strategy(
     `settings`, `size_of_model`: see fill_own_autos. Raises Refusal where two places name different configurations.
     """
     world_size = int(environment.get("WORLD_SIZE", 1))
-    fsdp_config = fsdp.fsdp_config_in_force(settings, environment, world_size)
+    fsdp_config = fsdp_config_in_force(settings, environment, world_size)
     if fsdp_config is not None:
         return Strategy("fsdp2", world_size, fsdp_config=fsdp_config)
 

@@ -31,7 +31,7 @@ from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, finding, first_line, library_error_as_finding, raise_errors, refusal
 from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
-from zero_recipes.libs.huggingface import read_texts_as_texts, single_process_env
+from zero_recipes.engine.huggingface import read_texts_as_texts, single_process_env
 
 ALPACA = ", ".join(forms.ALPACA_COLUMNS)
 WANTED = {"alpaca": ALPACA, "alpaca_chat": ALPACA, "chat": "messages, conversations, or one question with one answer"}

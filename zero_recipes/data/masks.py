@@ -17,7 +17,7 @@ from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.data.audit import token_batches
 from zero_recipes.data.forms import Row, Rows
-from zero_recipes.libs import huggingface
+from zero_recipes.engine import huggingface
 
 ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
 ANSWER = "zero recipes"  # a text that no template changes

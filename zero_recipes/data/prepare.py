@@ -43,9 +43,9 @@ from zero_recipes.data import audit as audits
 from zero_recipes.data.as_written import as_written_findings
 from zero_recipes.data.audit import Audit
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
-from zero_recipes.distributed.group import once_per_node
-from zero_recipes.libs import huggingface
-from zero_recipes.libs.huggingface import single_process_env
+from zero_recipes.engine import huggingface
+from zero_recipes.engine.group import once_per_node
+from zero_recipes.engine.huggingface import single_process_env
 
 DAY = 86400.0  # seconds: nothing is prepared for longer
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training

@@ -15,7 +15,7 @@ from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.data.forms import alpaca_prompt, alpaca_row, tables, turns_of
 from zero_recipes.data.load import MissingSplit, load_rows
 from zero_recipes.data.masks import Chat, tokenise, without_beginning
-from zero_recipes.libs.huggingface import prepare_dataset
+from zero_recipes.engine.huggingface import prepare_dataset
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED
 from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
 from zero_recipes.core.process import PhaseClock, clock_of_training, local_world_size, rank, signalled
-from zero_recipes.distributed.group import gather_rows
-from zero_recipes.libs.deepspeed import STATE_PARTS, whole_shape
-from zero_recipes.libs.patches import share_not_quantized
+from zero_recipes.engine.deepspeed import STATE_PARTS, whole_shape
+from zero_recipes.engine.group import gather_rows
+from zero_recipes.engine.patches import share_not_quantized
 from zero_recipes.metrics import probe, schema
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.model import parameter_counts

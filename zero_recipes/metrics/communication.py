@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.process import local_world_size
-from zero_recipes.libs.deepspeed import COLLECTIVES, communication_backend
+from zero_recipes.engine.deepspeed import COLLECTIVES, communication_backend
 
 
 def _size(tensors) -> int:

@@ -13,8 +13,8 @@ from pydantic import Field
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import peak_flops_of
 from zero_recipes.core.process import say
-from zero_recipes.distributed.nvme import swapped_bytes
-from zero_recipes.libs.deepspeed import base_optimizer, state_bytes, whole_shape
+from zero_recipes.engine.deepspeed import base_optimizer, state_bytes, whole_shape
+from zero_recipes.engine.nvme import swapped_bytes
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.flops import ModelFlops, model_flops
 

@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 
 from zero_recipes.core.findings import RunFailed
 from zero_recipes.core.process import say
-from zero_recipes.libs.deepspeed import is_partitioned
-from zero_recipes.libs.fsdp import local
+from zero_recipes.engine.deepspeed import is_partitioned
+from zero_recipes.engine.fsdp import local
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 

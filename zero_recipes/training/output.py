@@ -27,9 +27,9 @@ from zero_recipes.core.tables import terminal
 from zero_recipes.data.audit import show_rows
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows
-from zero_recipes.distributed.group import once, rank_0_writes
-from zero_recipes.libs import fsdp, patches
-from zero_recipes.libs.huggingface import attention_name
+from zero_recipes.engine import fsdp, patches
+from zero_recipes.engine.group import once, rank_0_writes
+from zero_recipes.engine.huggingface import attention_name
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import keep_failure, unfinished, write_failure
 from zero_recipes.metrics.schema import PredictedMetrics

@@ -12,7 +12,7 @@ from torch.utils.data import RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
 
-from zero_recipes.libs.huggingface import count_tokens_with_loss, rows_left_over
+from zero_recipes.engine.huggingface import count_tokens_with_loss, rows_left_over
 
 
 def begin_epoch(sampler: Sampler | None, epoch: int, seed: int) -> None:

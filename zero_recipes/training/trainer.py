@@ -23,14 +23,14 @@ from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import UNFINISHED, Preempted, first_line
 from zero_recipes.core.host import library_versions
 from zero_recipes.core.process import CLOCK, clock_of_training, remember_signals, say, signalled
-from zero_recipes.distributed.group import agree, gather_rows, once, rank_0_writes
-from zero_recipes.libs import fsdp, patches
-from zero_recipes.libs.deepspeed import is_partitioned, set_masters
-from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announcement
+from zero_recipes.engine import fsdp, patches
+from zero_recipes.engine.deepspeed import is_partitioned, set_masters
+from zero_recipes.engine.group import agree, gather_rows, once, rank_0_writes
+from zero_recipes.engine.huggingface import rows_are_cut, without_deepspeed_announcement
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import is_out_of_memory
 from zero_recipes.model import loaded_values
-from zero_recipes.training import samples
+from zero_recipes.training import answers
 from zero_recipes.training.card import write_card
 from zero_recipes.training.divergence import Diverged, StopAtDivergence, has_nonfinite_weights, not_finite
 from zero_recipes.training.output import RecipeRun
@@ -76,7 +76,7 @@ class ZeroSFTTrainer(SFTTrainer):
         self.samples = recipe_run.data.samples if recipe_run else []
         self._max_new_tokens = settings.sample_max_new_tokens if settings else 0
         self._with_checksums = not (settings and settings.skip_checksums)
-        self.answers_before: samples.Answers | None = None
+        self.answers_before: answers.Answers | None = None
         self.is_preemptible = False  # from the first step on
         self.evaluation_due = False  # it was cut short
         cut = rows_are_cut(recipe_run.args) if recipe_run else contextlib.nullcontext()
@@ -157,7 +157,7 @@ class ZeroSFTTrainer(SFTTrainer):
             history = json.loads(carried.read_text()) if carried.is_file() else {}
             step = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
             self.stage_metrics.load_state_dict(history, step)
-            self.answers_before = samples.answers_carried(history, self.samples)
+            self.answers_before = answers.answers_carried(history, self.samples)
             self.evaluation_due = history.get("evaluation_due", False)
         self.stage_metrics.write("failed", UNFINISHED)
 
@@ -176,7 +176,7 @@ class ZeroSFTTrainer(SFTTrainer):
         self.stage_metrics.engine = self.model_wrapped
         if self.answers_before is None:
             with self.stage_metrics.clock.phase("eval"):
-                self.answers_before = samples.answer_before(self, self.samples, self._max_new_tokens)
+                self.answers_before = answers.answer_before(self, self.samples, self._max_new_tokens)
         self.is_preemptible = self.recipe_run is not None and self.recipe_run.run.saves_on_signals
         if self.is_preemptible:
             remember_signals(True)
@@ -353,13 +353,13 @@ class ZeroSFTTrainer(SFTTrainer):
         self.is_preemptible &= not self.args.load_best_model_at_end  # the optimizer is of another step
         with self.stage_metrics.clock.phase("eval"):
             try:
-                after = samples.answer(self, self.samples, self._max_new_tokens, self._leave_if_signalled)
+                after = answers.answer(self, self.samples, self._max_new_tokens, self._leave_if_signalled)
             except CutShort:
                 self._save_and_end()
             if self.args.process_index == 0 and self.samples:
-                rows = samples.sample_rows(self.samples, self.answers_before, after)
-                samples.write_rows(self.recipe_run.run.output_dir / "samples.jsonl", rows)
-                samples.show_samples(rows, f"from {self.samples[0].source}")
+                rows = answers.sample_rows(self.samples, self.answers_before, after)
+                answers.write_rows(self.recipe_run.run.output_dir / "samples.jsonl", rows)
+                answers.show_samples(rows, f"from {self.samples[0].source}")
 
     # checkpoints and the model
 

@@ -1,0 +1,280 @@
+"""The processes of a run: they come together, share what one of them did or failed of, and leave together."""
+
+import contextlib
+import itertools
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.elastic.utils.store import barrier
+
+from zero_recipes.config.recipe import RunConfig
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.findings import PeerFailed, Refusal, RunFailed, first_line, print_ending, refusal
+from zero_recipes.core.host import Host
+from zero_recipes.core.process import CLOCK, local_world_size, rank
+from zero_recipes.engine.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_locks
+
+# torchrun itself gives machines 600 s to join (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py,
+# `_DEFAULT_TIMEOUTS`): imports from a cold network disk take minutes, and no import is left once all have come
+JOIN_SECONDS = 600.0
+EXCHANGE_SECONDS = 60.0
+READ_SECONDS = 10.0
+FOREVER = timedelta(days=20)  # torch counts milliseconds in 32 bits
+JOINED = "zero_recipes/joined"
+_calls = itertools.count()  # every process counts the same calls
+
+
+@contextlib.contextmanager
+def session(run: RunConfig) -> Iterator[None]:
+    """The run's process group, ready before TrainingArguments. A run that went well ends it itself (Trainer.end). One
+    that is refused ends gloo's, or its exit can abort other ranks (exit code -6), but not NCCL's, which would wait for
+    ranks that are in a collective (pytorch/torchtitan#1342). The launcher of one that fails ends the other ranks."""
+    if CLOCK.is_taken:  # by an earlier training of this process
+        CLOCK.__init__()
+    CLOCK.is_taken = True
+    ops = ops_of(run.strategy, run.device, run.settings)
+    start_process_group(run.strategy, run.device, run.settings.ddp_timeout, ops)
+    set_host_threads(run.strategy, run.device)
+    try:
+        yield
+    except (Refusal, RunFailed):
+        if distributed.is_initialized() and run.device == "cpu":
+            distributed.destroy_process_group()
+        raise
+
+
+def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, ops: set[str]) -> None:
+    """Start the process group before TrainingArguments does, and prove it; raises Refusal.
+
+    With the deepspeed launcher and torchrun on CPU, transformers 5.23 starts no DeepSpeed group (training_args.py
+    `_setup_devices`, branch `use_cpu`), zero.Init then sees a world of one, and `ddp_timeout` is dropped.
+    `ops`: DeepSpeed's kernels that the run loads (kernels.ops_of), compiled first where missing.
+    """
+    if strategy.world_size == 1 and not strategy.is_deepspeed:
+        if not strategy.is_fsdp:
+            # accelerate 1.15 (state.py `_prepare_backend`) takes any process with LOCAL_RANK, which torchrun sets for a
+            # single one too, for one of several and wraps the model in DDP: buckets hold every gradient once more
+            os.environ.pop("LOCAL_RANK", None)
+        return
+    # DeepSpeed compiles with ninja, which is beside the interpreter: a venv need not be activated
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    if "RANK" not in os.environ:  # plain python with DeepSpeed: a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # accelerate's for FSDP (state.py): what is offloaded to the host is reduced there, by gloo
+    on_gpu, timeout = "cuda:nccl,cpu:gloo" if strategy.is_fsdp else "nccl", timedelta(seconds=timeout_seconds)
+    backend = on_gpu if device == "cuda" else "gloo"
+    with CLOCK.phase("startup"):
+        to_compile = missing(ops, device)
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            remove_stale_locks()
+            build(to_compile)
+        rendezvous(backend, timeout, JOIN_SECONDS + COMPILE_SECONDS * len(to_compile))
+        if strategy.is_deepspeed:
+            import deepspeed
+
+            deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def set_host_threads(strategy: Strategy, device: str) -> None:
+    """Give DeepSpeedCPUAdam, an OpenMP loop (csrc/includes/cpu_adam.h), this process's share of the cores. torchrun and
+    accelerate set OMP_NUM_THREADS=1 where the environment has none. Any other number was somebody's choice and stays,
+    and so does the launcher's where the CPU itself trains: every rank computes on its cores already."""
+    if device == "cuda" and strategy.ds.offload_optimizer and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(Host().threads(local_world_size(os.environ, strategy.world_size)))
+
+
+def rendezvous(
+    backend: str, timeout: timedelta, join_seconds: float = JOIN_SECONDS, exchange_seconds: float = EXCHANGE_SECONDS
+) -> None:
+    """Start the default process group and all-reduce one number in it. `timeout`: of the training's collectives.
+
+    Without the proof a wrong interface or a closed port shows after minutes of loading, as a hang of `ddp_timeout`
+    seconds that names nobody. The environment holds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Raises Refusal; a
+    rank that waits in NCCL or gloo, where no exception reaches it, prints it and leaves with exit code 2.
+    """
+    number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # as torch does (distributed/rendezvous.py `_create_c10d_store`): torchrun's agent keeps the store, else rank 0
+    keeps = number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    waited = partial(_apart, backend, f"waited {join_seconds:g} s for {world_size} ranks")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = _join(address, port, keeps, number, world_size, join_seconds, waited)
+    store.set_timeout(timeout)  # as init_process_group does with a store of its own
+    what = "cannot exchange data with the other ranks"
+    silent = _apart(backend, what, f"one number was not all-reduced within {exchange_seconds:g} s")
+    timer = threading.Timer(exchange_seconds, lambda: os._exit(print_ending(silent)))
+    timer.daemon = True
+    timer.start()
+    try:
+        trainings = distributed.PrefixStore("training", store)
+        distributed.init_process_group(backend, timeout=timeout, store=trainings, rank=number, world_size=world_size)
+        total = torch.ones(1, device="cuda" if "nccl" in backend else "cpu")
+        distributed.all_reduce(total)
+        if total.item() != world_size:
+            raise RuntimeError(f"the all-reduce of ones gave {total.item():g} instead of {world_size}")
+    except RuntimeError as error:
+        raise _apart(backend, what, first_line(error)) from error
+    finally:
+        timer.cancel()
+
+
+def _join(
+    address: str, port: int, keeps: bool, number: int, members: int, seconds: float, refused: Callable[[str], Refusal]
+) -> distributed.TCPStore:
+    """The store at that address, once all members have joined it. Raises what `refused` makes of those who are missing.
+    Without torch's own wait for all, which counts those who have come and does not know who is missing."""
+    limit, keys = timedelta(seconds=seconds), [f"{JOINED}/{other}" for other in range(members)]
+    try:
+        store = distributed.TCPStore(
+            address, port, is_master=keeps, wait_for_workers=False, multi_tenant=True, timeout=limit
+        )
+        store.set(f"{JOINED}/{number}", "")
+        store.wait(keys, limit)
+        return store
+    except distributed.DistStoreError as error:
+        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise refused(f"missing: {', '.join(missing[:8])}{more}") from error
+    except RuntimeError as error:  # no such host, nobody listens, or it has ended
+        raise refused(f"{address}:{port} cannot be reached: {first_line(error).rstrip('.')}") from error
+
+
+def wait_for_hosts(hosts: list[str], machine_rank: int, port: int, seconds: float) -> None:
+    """Wait until every machine of `hosts` has come, before any launcher starts. Raises Refusal.
+
+    torchrun's static rendezvous, which `accelerate launch` uses, waits 600 s before it starts a rank and then says "1/2
+    clients joined" (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, next_rendezvous): no code of the
+    ranks can help, for none runs. `hosts`: names or addresses under which the machines reach each other, by machine
+    rank; the first one keeps the store.
+    """
+    named = ", ".join(f"{other}: {host}" for other, host in enumerate(hosts))
+    about = {"machine_rank": machine_rank, "seconds": seconds, "hosts": named, "first": hosts[0], "port": port}
+    refused = lambda missing: refusal("ZR327", missing=missing, **about)  # noqa: E731
+    store = _join(hosts[0], port, machine_rank == 0, machine_rank, len(hosts), seconds, refused)
+    _leave_together(store, len(hosts), "zero_recipes/hosts")
+
+
+def _leave_together(store: distributed.Store, members: int, key: str) -> None:
+    """The store ends with rank 0: others have yet to read. One that died reads nothing."""
+    with contextlib.suppress(RuntimeError):
+        barrier(store, members, f"{key}/read", READ_SECONDS)
+
+
+def _apart(backend: str, what: str, cause: str) -> Refusal:
+    variable = "NCCL_SOCKET_IFNAME" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
+    return refusal(
+        "ZR324",
+        rank=os.environ["RANK"],
+        world_size=os.environ["WORLD_SIZE"],
+        host=socket.gethostname(),
+        what=what,
+        cause=cause.rstrip("."),
+        address=os.environ["MASTER_ADDR"],
+        port=os.environ["MASTER_PORT"],
+        variable=variable,
+        interface=os.environ.get(variable, "not set"),
+        scope="rank",
+    )
+
+
+# what one rank did or failed of, on all ranks
+
+
+def agree(work: Callable[[], Any]) -> list[Any]:
+    """What `work` returns on each rank, by rank. What the lowest rank failed of, all fail of."""
+    world_size = distributed.get_world_size() if distributed.is_initialized() else 1
+    return _shared(work, range(world_size), "works with the others")
+
+
+def once(work: Callable[[], Any], doing: str) -> Any:
+    """What `work` returns on rank 0, which alone calls it. `doing`, in an error: "plans the run"."""
+    return _shared(work, [0], doing)[0]
+
+
+def once_per_node(work: Callable[[], Any]) -> Any:
+    """What `work` returns on the first process of each machine, which alone calls it."""
+    return _shared(work, [rank() - int(os.environ.get("LOCAL_RANK", 0))], "prepares the data of this machine")[0]
+
+
+@contextlib.contextmanager
+def rank_0_writes() -> Iterator[None]:
+    """Every process goes through this; at its end all wait until rank 0 is there too, however long it writes."""
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        if rank():
+            raise
+        failure = error
+
+    def end() -> None:
+        if failure is not None:
+            raise failure
+
+    _shared(end, [0], "saves")
+
+
+def _shared(work: Callable[[], Any], workers: Sequence[int], doing: str) -> list[Any]:
+    """What `work` returns on each of the workers, on every process that calls this. All processes do.
+
+    Raises on all what the first of them failed of: Refusal and RunFailed as they are, of the rest a PeerFailed that
+    names the rank. By way of the rendezvous store: a collective ends every rank after `ddp_timeout`, and tokenising or
+    writing a large model may take longer (deepspeedai/DeepSpeed#7533). A rank that skipped a call would leave all
+    others waiting: every rank says which call this is, and RuntimeError names both where two differ.
+    """
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return [work()]
+    me, number = rank(), next(_calls)
+    key, operation = f"zero_recipes/shared/{number}", _operation(work, doing)
+    store = distributed.group.WORLD.get_group_store()
+    own = value = reported = None
+    if me in workers:
+        try:
+            value = work()
+        except Exception as error:
+            own = reported = error
+            if not isinstance(error, (Refusal, RunFailed)):
+                reported = PeerFailed(f"rank {me}, which {doing}, failed: {type(error).__name__}: {error}")
+    store.set(f"{key}/{me}", pickle.dumps((operation, value, reported)))
+    outcomes = {}
+    for worker in workers:
+        try:
+            store.wait([f"{key}/{worker}"], FOREVER)
+            theirs, *outcomes[worker] = pickle.loads(store.get(f"{key}/{worker}"))
+        except distributed.DistError as error:  # the store is in rank 0 or its launcher
+            raise PeerFailed(f"rank 0 died, or rank {worker}, which {doing}, without a message") from error
+        if theirs != operation:
+            _leave_together(store, distributed.get_world_size(), key)
+            raise RuntimeError(f"call {number} is {operation} on rank {me}, and {theirs} on rank {worker}")
+    failed = next((worker for worker, (_, error) in outcomes.items() if error is not None), None)
+    if failed is not None:
+        _leave_together(store, distributed.get_world_size(), key)
+        raise own if failed == me else outcomes[failed][1]
+    return [value for value, _ in outcomes.values()]
+
+
+def _operation(work: Callable[[], Any], doing: str) -> str:
+    """Its name on all ranks: "saves (rank_0_writes.<locals>.end)"."""
+    function = work.func if isinstance(work, partial) else work
+    return f"{doing} ({function.__qualname__})"
+
+
+def gather_rows(own: torch.Tensor) -> torch.Tensor:
+    """All ranks' tensors of shape (1, n), as (world size, n), on their device. Collective; torch's own call, since
+    accelerate's takes several times as long on the host, which is felt in every step."""
+    if not distributed.is_initialized():
+        return own
+    everyone = own.new_empty(distributed.get_world_size(), own.shape[1])
+    distributed.all_gather(list(everyone.split(1)), own)
+    return everyone

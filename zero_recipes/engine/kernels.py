@@ -1,0 +1,170 @@
+"""DeepSpeed's kernels ("ops"): which ones a run loads, what is missing to build them, and building them once.
+
+    python -m zero_recipes.engine.kernels OP ...
+
+DeepSpeed compiles an op where it is first loaded: on every rank at once, in silence, after the process group has
+started. async_io takes two to five minutes on two cores. torch (utils/file_baton.py) waits while `lock` exists in an
+op's folder, silently and for ever, also where the process that made it was killed.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import torch
+
+from zero_recipes.config.recipe import Settings
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.findings import Finding, finding
+from zero_recipes.core.host import Host
+from zero_recipes.core.tables import working
+
+COMPILE_SECONDS = 1800.0  # more for the ranks to come together, for each op that the first of a machine compiles
+BY_OPTIMIZER = {"adam": "adam", "adamw": "adam", "adagrad": "adagrad", "lion": "lion", "lamb": "lamb"}
+# ops whose builder is a CUDAOpBuilder where there is a GPU (deepspeed/ops/op_builder): they need the CUDA toolkit
+ON_CUDA = {"fused_adam", "fused_lamb", "fused_lion", "async_io", "quantizer"}
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
+    """Names of the ops that DeepSpeed 0.19.8 loads in this run. Paths are relative to deepspeed/. runtime/engine.py
+    `_configure_basic_optimizer` for an optimizer block of the ds_config; without one accelerate (utils/deepspeed.py
+    `map_pytorch_optim_to_deepspeed`) replaces the Trainer's optimizer where it is offloaded."""
+    if not strategy.is_deepspeed:
+        return set()
+    ops = {"deepspeed_shm_comm"} if device == "cpu" else set()  # comm/torch.py `build_shm_op`, at every launch
+    config = strategy.ds_config.raw
+    block, offloads = config.get("optimizer"), strategy.ds.offload_optimizer is not None
+    name = None
+    if block is not None and not (block.get("params") or {}).get("torch_adam"):
+        name = BY_OPTIMIZER.get(str(block.get("type")).lower())
+    elif block is None and offloads and config.get("zero_force_ds_cpu_optimizer", True):
+        name = "adagrad" if settings.optim == "adagrad" else "adam"
+    if name is not None and offloads and name != "lamb":
+        ops.add(f"cpu_{name}")
+    elif name in ("adam", "lamb", "lion"):
+        ops.add(f"fused_{name}")
+    if strategy.ds.on_nvme:
+        ops.add("async_io")
+    # zero/partition_parameters.py `CUDAQuantizer`, comm/coalesced_collectives.py `all_to_all_quant_reduce`
+    if device == "cuda" and strategy.zero_stage == 3 and any(config["zero_optimization"].get(key) for key in QUANTIZED):
+        ops.add("quantizer")
+    return ops
+
+
+def build_findings(strategy: Strategy, device: str, settings: Settings, host: Host) -> Iterator[Finding]:
+    """What is missing to build the ops of this run."""
+    ops = {op for op in ops_of(strategy, device, settings) if not is_prebuilt(op, device)}
+    to_compile = {op for op in ops if not is_compiled(op, host)}
+    on_cuda, release, built_for = ops & ON_CUDA if device == "cuda" else set(), host.cuda_release(), torch.version.cuda
+    parts = {
+        f"a C++ compiler ({host.environment.get('CXX', 'c++')})": to_compile and host.compiler() is None,
+        "Python.h": to_compile and not host.python_headers(),
+        "libaio.h": "async_io" in to_compile and not host.libaio_headers(),
+        f"the CUDA toolkit {built_for} (nvcc)": on_cuda and release is None,
+    }
+    absent = [part for part, is_missing in parts.items() if is_missing]
+    if absent:
+        yield finding("ZR603", ops=", ".join(sorted(to_compile | on_cuda)), parts=", ".join(absent))
+    if on_cuda and release and built_for and release.split(".")[0] != built_for.split(".")[0]:
+        yield finding("ZR607", release=release, built_for=built_for, ops=", ".join(sorted(on_cuda)))
+
+
+def missing(ops: Iterable[str], device: str) -> list[str]:
+    """Those that neither came with DeepSpeed's installation nor were compiled by an earlier launch."""
+    return sorted(op for op in ops if not is_prebuilt(op, device) and not is_compiled(op, Host()))
+
+
+def is_prebuilt(op: str, device: str) -> bool:
+    """Installed with DeepSpeed (DS_BUILD_OPS), for this kind of device: op_builder/builder.py `load`."""
+    from deepspeed.git_version_info import accelerator_name, installed_ops
+
+    return installed_ops.get(op, False) and accelerator_name == device
+
+
+def is_compiled(op: str, host: Host) -> bool:
+    """Whether an earlier launch has left it where torch looks for it, for this installation of DeepSpeed: what another
+    one left is compiled anew. async_io loads pin_memory first (DeepSpeed 0.19.8, op_builder/async_io.py `load`)."""
+    names = ("pin_memory", op) if op == "async_io" else (op,)
+    return all(_is_up_to_date(host.at(extension_folder(host.environment, name)), name) for name in names)
+
+
+def _is_up_to_date(folder: Path, name: str) -> bool:
+    library, rules = folder / f"{name}.so", folder / "build.ninja"
+    if not library.is_file() or not rules.is_file():
+        return False
+    sources = find_spec("deepspeed").submodule_search_locations[0]
+    # torch (utils/cpp_extension.py `_maybe_write`) writes the rules only where they change, before ninja compiles
+    return rules.stat().st_mtime <= library.stat().st_mtime and f"compile {sources}/" in rules.read_text()
+
+
+def build_root(environment: Mapping[str, str]) -> Path:
+    """The folder that torch builds extensions in, and DeepSpeed its kernels."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(environment.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def extension_folder(environment: Mapping[str, str], name: str) -> Path:
+    """The folder of one extension: torch/utils/cpp_extension.py, `_get_build_directory`."""
+    if environment.get("TORCH_EXTENSIONS_DIR"):
+        return Path(environment["TORCH_EXTENSIONS_DIR"], name)
+    device = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    return build_root(environment) / f"{python}_{device}" / name
+
+
+def build(ops: Iterable[str]) -> None:
+    """Compile these ops into torch's folder of extensions, one after another, and print how it goes."""
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    for op in ops:
+        start, holder = time.monotonic(), _holders().get((extension_folder(os.environ, op) / "lock").resolve())
+        waits = f"waiting for process {holder}, which is compiling {op}"
+        compiles = f"compiling {op}, once for this machine (async_io takes minutes, the others less than one)"
+        with working(compiles if holder is None else waits):
+            ALL_OPS[op].load(verbose=False)
+        print(f"compiled {op} in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _is_seen(lock: Path) -> bool:
+    """Whether the compiler that holds it could be seen: another user's is hidden, but from root."""
+    try:
+        return os.getuid() in (0, lock.stat().st_uid)
+    except FileNotFoundError:  # it has just ended
+        return False
+
+
+def remove_stale_locks() -> None:
+    """Locks that a killed compiler left: who made one keeps it open (torch, utils/file_baton.py)."""
+    locks = {lock.resolve() for lock in build_root(os.environ).rglob("lock") if _is_seen(lock)}
+    for lock in sorted(locks - _holders().keys() if locks else ()):
+        print(f"removed the build lock of a killed compiler: {lock}", flush=True)
+        lock.unlink(missing_ok=True)
+
+
+def _holders() -> dict[Path, int]:
+    """{a lock that a compiler holds open: its process}."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # of another user
+            found |= {Path(file.path): process.pid for file in process.open_files() if file.path.endswith("/lock")}
+    return found
+
+
+def main(names: list[str]) -> None:
+    """Compile what is missing of `names` for runs on CPUs; async_io is left out where libaio is not installed."""
+    if "async_io" in names and not Host().libaio_headers():
+        print("async_io, which NVMe offload needs, is not compiled: libaio.h is missing (apt-get install libaio-dev)")
+        names = [name for name in names if name != "async_io"]
+    remove_stale_locks()
+    build(missing(names, "cpu"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

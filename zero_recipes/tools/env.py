@@ -1,0 +1,75 @@
+"""`zero-recipes env`: the machine as a run finds it, on one page to look at and to paste into an issue."""
+
+import argparse
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from zero_recipes.core.host import Host, cpu_name, library_versions, version_of
+from zero_recipes.core.units import size
+from zero_recipes.engine.warnings import quieten
+
+# of the variables that are set, those that change a run
+VARIABLES = re.compile(
+    r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|HF|ACCELERATE|DS|TRITON|ZERO_RECIPES|NVIDIA)_.*"
+    r"|LD_PRELOAD|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|CXX|CFLAGS|CPATH"
+)
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL", re.IGNORECASE)
+
+
+def env(arguments: argparse.Namespace) -> int:
+    quieten()
+    print(yaml.safe_dump(machine(Host()), sort_keys=False, allow_unicode=True).rstrip())
+    return 0
+
+
+def machine(host: Host) -> dict[str, Any]:
+    """All that is shown; null where there is no limit or no such thing. `refusal`: torch's own words where this build
+    of it could use a GPU and cannot."""
+    import datasets
+    import torch
+    from huggingface_hub import constants
+
+    from zero_recipes.checks.machine import driver_version, refusal_of_cuda
+    from zero_recipes.engine.kernels import build_root
+
+    memory, limit = host.memory()
+    locked, built_for = host.lockable(), torch.version.cuda
+    refusal = refusal_of_cuda() if built_for else ""
+    gpus = [] if refusal else map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    named = sorted(name for name in host.environment if VARIABLES.fullmatch(name))
+    folders = {
+        "this folder, output/": Path.cwd(),
+        "models": constants.HF_HUB_CACHE,
+        "prepared rows": datasets.config.HF_DATASETS_CACHE,
+        "compiled kernels": build_root(host.environment),
+        "ZeRO-Infinity": host.environment.get("ZERO_RECIPES_NVME_PATH"),
+    }
+    disks = {what: Path(folder) for what, folder in folders.items() if folder}
+    return {
+        "gpus": [{"name": gpu.name, "memory": size(gpu.total_memory)} for gpu in gpus],
+        "cuda": {"driver": driver_version(host), "built_for": built_for, "refusal": refusal},
+        "cpu": {"name": cpu_name(), "cores_of_machine": os.cpu_count(), "cores": host.cores()},
+        "memory": {
+            "machine": size(psutil.virtual_memory().total),
+            "free": size(memory),
+            "limited_by": limit,
+            "shared_memory_free": size(host.free_disk("/dev/shm")),
+            "lockable": None if math.isinf(locked) else size(locked),
+        },
+        "disks": [{"for": what, "path": str(path), "free": size(host.free_disk(path))} for what, path in disks.items()],
+        "build": {
+            "cxx": host.compiler(),
+            "python_headers": host.python_headers(),
+            "libaio_headers": host.libaio_headers(),
+            "cuda_toolkit": host.cuda_release(),
+        },
+        "infiniband": host.infiniband_devices(),
+        "versions": library_versions() | {"zero-recipes": version_of("zero-recipes")},
+        "variables": {name: "(set, not shown)" if SECRET.search(name) else host.environment[name] for name in named},
+    }

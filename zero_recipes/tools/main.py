@@ -1,0 +1,24 @@
+"""Check, plan, measure and compare fine-tuning runs, and work with their results."""
+
+import sys
+
+from zero_recipes.core.findings import Refusal, RunFailed, print_ending, refusal
+from zero_recipes.engine.warnings import quieten_loggers
+from zero_recipes.tools.arguments import parse_arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb. Returns the exit code: 0 done, 1 a run or a check failed, 2 refused."""
+    quieten_loggers()
+    with_traceback = "--traceback" in (sys.argv if argv is None else argv)
+    arguments = parse_arguments(argv, __doc__)
+    try:
+        return arguments.func(arguments)
+    except (Refusal, RunFailed) as ending:
+        return print_ending(ending, with_traceback)
+    except OSError as error:  # a path of the command line: no such file, no folder, not to be read or written
+        return print_ending(refusal("ZR352", error=error), with_traceback)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

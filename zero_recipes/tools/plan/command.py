@@ -1,0 +1,109 @@
+"""`zero-recipes plan`: what a recipe needs on which GPUs, and what to do."""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.live import Live
+from rich.text import Text
+
+from zero_recipes.config.recipe import Recipe, Settings
+from zero_recipes.core.files import FILES, write_json
+from zero_recipes.core.tables import terminal, working
+from zero_recipes.core.units import count
+from zero_recipes.tools.plan import show
+from zero_recipes.tools.plan.choose import best_machine, lighter, limits_of, on_each_machine, rows_of
+from zero_recipes.tools.plan.job import PlanRequest, read_recipe, read_request
+from zero_recipes.tools.plan.predict import Predict, Predictor
+from zero_recipes.tools.plan.simulator import parent
+
+VOCABULARY = 32_000
+# of `--params`, unless the command line has others
+DEFAULTS = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 2048}
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """The verb; `rest` overrides the recipe's keys. Returns 0. Raises Refusal for what cannot be planned."""
+    predict = Predictor(arguments.quick)
+    with working(f"reading {arguments.recipe if arguments.params is None else '--params'}"):
+        request = read_request(arguments, rest) if arguments.params is None else request_of_size(arguments, rest)
+        if not arguments.quick and predict.missing(request.jobs()[0]):
+            parent.start("gpu")  # loads the engine's libraries meanwhile
+        answer = answer_by(Predictor(quick=True), arguments, request)
+    if not arguments.quick:
+        with _shown_meanwhile(answer, arguments.json):
+            answer = simulated(answer, arguments, predict)
+    if arguments.json:
+        print(json.dumps(show.document(answer), indent=2))
+    else:
+        show.print_answer(answer, terminal(), arguments.verbose)
+    return 0
+
+
+def answer_by(predict: Predict, arguments: argparse.Namespace, request: PlanRequest) -> show.Answer:
+    """The whole answer by these predictions; what is only looked for is looked for by formulas."""
+    quick, (jobs, excluded) = Predictor(quick=True), request.jobs()
+    rows = rows_of(request, jobs, predict)
+    if arguments.max and predict.quick == arguments.quick:
+        memory = request.gpu.memory_bytes
+        rows = [replace(row, limits=limits_of(row.job, memory, predict, quick)) for row in rows]
+    machines = on_each_machine(rows, request.gpu)
+    advice = best_machine(machines, by_price=arguments.price is not None)
+    other_ways = lighter(request, advice, predict, quick)
+    return show.Answer(request, rows, excluded, machines, advice, other_ways, arguments.price)
+
+
+def simulated(draft: show.Answer, arguments: argparse.Namespace, predict: Predictor) -> show.Answer:
+    """The engine's answer in place of the formulas'. All that the formulas name is simulated side by side."""
+    predict.prepare([row.job for row in (*draft.rows, *draft.lighter.values())])
+    return answer_by(predict, arguments, draft.request)
+
+
+@contextmanager
+def _shown_meanwhile(draft: show.Answer, as_json: bool) -> Iterator[None]:
+    """The formulas' answer, until the engine's takes its place; a line on stderr where no terminal can be rewritten."""
+    console = terminal()
+    if as_json or not console.is_terminal:
+        with working(f"by formulas: {show.bottom_line(draft)}") as say:
+            say("simulating the engine")
+            yield
+        return
+    with console.capture() as shown:
+        show.print_answer(draft, console)
+        console.print("The results of the simulated engine follow.\n", style="yellow")
+    with Live(Text.from_ansi(shown.get()), console=console, auto_refresh=False, transient=True):
+        yield
+
+
+def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
+    """What is requested of a model like Llama that has about so many parameters."""
+    config, name = llama(arguments.params)
+    schema = json.loads((FILES / "recipes" / "schema.json").read_text())["properties"]  # TRL's parser waits for torch
+    values = {key: row.get("default") for key, row in schema.items()} | {"datasets": [], "include_for_metrics": []}
+    settings = Settings(values | DEFAULTS)
+    recipe = Recipe(Path("RECIPE.yaml"), settings, DEFAULTS, "")
+    if rest:
+        with tempfile.TemporaryDirectory() as folder:
+            write_json(file := Path(folder, "recipe.yaml"), DEFAULTS)  # JSON is YAML
+            recipe = replace(read_recipe(file, rest), path=recipe.path)
+    recipe = replace(recipe, settings=recipe.settings.replace(model_name_or_path=name))
+    return replace(read_request(arguments, rest, recipe, config), no_lengths="there is no recipe")
+
+
+def llama(parameters: float) -> tuple[dict, str]:
+    """(config.json in Llama 2's proportions, heads of 128 and as many layers as heads; what it is, in words)."""
+    shapes = []
+    for heads in range(1, 2**13):
+        width = 128 * heads
+        layers = max(1, round((parameters - 2 * VOCABULARY * width) / (12 * width**2)))
+        total = 2 * VOCABULARY * width + 12 * layers * width**2
+        shapes.append((abs(total / parameters - 1) > 0.05, abs(layers - heads), heads, layers, total))
+    *_, heads, layers, total = min(shapes)
+    config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 131_072}
+    config |= {"hidden_size": 128 * heads, "num_hidden_layers": layers, "num_attention_heads": heads}
+    one, unit = (1e9, "B") if total >= 1e9 else (1e6, "M")
+    return config | {"intermediate_size": 1024 * heads // 3}, f"a Llama of {count(total / one)}{unit} parameters"

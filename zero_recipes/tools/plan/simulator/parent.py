@@ -1,0 +1,191 @@
+"""Predictions from the real engine: jobs are simulated in a process of their own, which forks for each (worker.py).
+
+    python -m zero_recipes.tools.plan.simulator.parent DEVICE
+
+The process imports the libraries and stays. It reads lines [how many at once, [{"job", "rank"}]], and prints for each
+task a line: its number, and its answer.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Any
+
+import psutil
+from rich.progress import track
+
+from zero_recipes.core.host import Host
+from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
+from zero_recipes.core.tables import terminal
+from zero_recipes.metrics.schema import ModelStateBytes, Prediction
+
+if TYPE_CHECKING:
+    from zero_recipes.tools.plan.job import Job
+
+WORKER = ("-m", "zero_recipes.tools.plan.simulator.parent")  # what the child runs; benchmarks/planners/ has its own
+RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
+OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OF_A_LAUNCHER += ("MASTER_",)
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+
+
+def not_simulated(job: "Job") -> str | None:
+    """Why the engine cannot be simulated for this job; None where it can."""
+    zero = job.zero
+    reasons = {
+        "FSDP2 is not simulated": job.is_fsdp,
+        "DeepSpeed writes states to NVMe with a kernel that reads addresses": job.on_nvme,
+        "hpZ's secondary shard is not simulated": zero.hpz_partition_size > 1,
+        "ZeRO++'s quantizers are CUDA kernels": zero.quantizes_weights or zero.quantizes_gradients,
+        "the recipe sets no max_length": job.settings.max_length is None,
+        "bitsandbytes multiplies 8-bit weights in its own kernels": job.settings.load_in_8bit,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def simulate(jobs: Sequence["Job"], deadline: float | None = None) -> list[Prediction | str]:
+    """Of jobs of one device; the error of one that fails, or is not ready by `deadline`, a time.monotonic()."""
+    tasks = [(index, rank) for index, job in enumerate(jobs) for rank in _ranks(job)]
+    # stage 3 takes longest and comes first, so that no core is left alone with it at the end
+    tasks.sort(key=lambda task: jobs[task[0]].zero_stage != 3)
+    found: list[dict[int, dict[str, Any]]] = [{} for _ in jobs]
+    simulated = [_own_sequences(job).as_dict() for job in jobs]
+    answers = _answers([{"job": simulated[index], "rank": rank} for index, rank in tasks], deadline)
+    for number, answer in track(answers, "simulating", len(tasks), console=terminal(stderr=True), transient=True):
+        index, rank = tasks[number]
+        found[index][rank] = answer
+    return [_prediction(job, [ranks[rank] for rank in _ranks(job)]) for job, ranks in zip(jobs, found, strict=True)]
+
+
+def _own_sequences(job: "Job") -> "Job":
+    """Under Ulysses a rank's part of each sequence, as a sequence of its own: the same tensors, but for those that one
+    attention swaps at a time."""
+    shared = job.sequence_parallel
+    own = {"max_length": job.settings.max_length // shared, "sequence_parallel_size": 1, "pad_to_multiple_of": None}
+    return job if shared == 1 else job.changed(**own)
+
+
+def _ranks(job: "Job") -> list[int]:
+    """The first and the last at stages 1 and 2, whose flat partitions cut other tensors. Elsewhere all are alike."""
+    return sorted({0, job.world_size - 1}) if job.zero_stage in (1, 2) else [0]
+
+
+_started: dict[tuple[str, ...], tuple[subprocess.Popen, IO[str]]] = {}
+
+
+def start(device: str) -> tuple[subprocess.Popen, IO[str]]:
+    """(the process that simulates jobs of this device, what it writes to stderr). It imports the libraries meanwhile,
+    and ends with this one."""
+    command = (sys.executable, *WORKER, device)
+    if command not in _started or _started[command][0].poll() is not None:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)} | ENVIRONMENT
+        errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        _started[command] = subprocess.Popen(command, stderr=errors, text=True, env=own, **pipes), errors
+    return _started[command]
+
+
+def _answers(tasks: list[dict], deadline: float | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number of a task, its answer) as each is ready. Where the process ends before all are, the others' `error`."""
+    if not tasks:
+        return
+    process, errors = start(tasks[0]["job"]["device"])
+    at_once = max(1, min(Host().cores(), psutil.virtual_memory().available // RESIDENT))  # each takes a core
+    missing = set(range(len(tasks)))
+    end = lambda: kill_with_children(psutil.Process(process.pid))  # noqa: E731
+    timer = threading.Timer(threading.TIMEOUT_MAX if deadline is None else deadline - time.monotonic(), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        with suppress(BrokenPipeError):  # it has ended: said below, of each task
+            print(json.dumps([at_once, tasks], default=str), file=process.stdin, flush=True)
+        while missing and (line := process.stdout.readline()):
+            number, answer = line.split(maxsplit=1)
+            missing.remove(int(number))
+            yield int(number), json.loads(answer)
+    finally:
+        timer.cancel()
+        if missing:  # the other answers would be taken for those to the next tasks
+            if process.poll() is None:
+                end()
+            process.communicate()
+    if missing:
+        errors.seek(0)
+        error = "".join(errors.readlines()[-3:]).strip() or f"exit code {process.returncode}"
+        yield from ((number, {"error": error}) for number in missing)
+
+
+def _prediction(job: "Job", ranks: list[dict[str, Any]]) -> Prediction | str:
+    """The rank that needs most, with what the ranks need together; or the error of one."""
+    from zero_recipes.tools.plan.formulas import (  # imports torch: `start` need not wait for it
+        Sizes,
+        prediction_of,
+        shape_of,
+    )
+
+    for rank in ranks:
+        if "error" in rank:
+            return rank["error"]
+    most = max(ranks, key=lambda rank: rank["allocated_peak_bytes"])
+    sizes, imports = Sizes(job, shape_of(job.config, job.settings)), most.pop("imports")
+    host = (imports + most.pop("host_load"), imports + most.pop("host_training"))
+    states = [rank["model_state_bytes"] for rank in ranks]
+    most["model_state_bytes"] = ModelStateBytes(**{part: max(s[part] for s in states) for part in states[0]})
+    most |= {"source": "engine", "max_length": job.settings.max_length, "notes": []}
+    most["flops_per_step"] = sizes.flops()
+    return prediction_of(job, sizes.weights, sizes.terms.saved, host, **most)
+
+
+def main(device: str) -> None:
+    """The child: imports the libraries once, and forks for each task of standard input."""
+    end_with_parent()  # a run that is killed leaves no plan behind
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr
+    with imported_for_good():  # to look through a million objects again takes a second, in each fork too
+        worker = load_worker(device)
+    for line in sys.stdin:
+        at_once, tasks = json.loads(line)
+        waiting, running = list(enumerate(tasks)), {}
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, task = waiting.pop(0)
+                answer = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed where it is read)
+                child = os.fork()
+                if child == 0:
+                    worker.run(task, answer)
+                running[child] = number, answer
+            ended, status = os.wait()
+            number, answer = running.pop(ended)
+            with answer:
+                answer.seek(0)
+                written = answer.read() or json.dumps({"error": f"its process ended with status {status}"})
+            print(number, written, file=answers, flush=True)
+
+
+def load_worker(device: str) -> ModuleType:
+    if device == "gpu":
+        from zero_recipes.tools.plan.simulator.device import set_up_fake_gpu
+
+        set_up_fake_gpu()  # before others take names out of torch
+    from zero_recipes.tools.plan.simulator import worker
+
+    return worker
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

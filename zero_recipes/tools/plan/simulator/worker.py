@@ -1,0 +1,326 @@
+"""One rank of one run, without numbers: the real Trainer and DeepSpeed engine take two steps under fake tensors.
+
+For forks of a process of its own (parent.py `main`), for it replaces parts of the libraries (stand_ins.py) that no
+training may meet. No thread may run and no process group may exist before the forks.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TextIO
+from unittest.mock import patch
+
+import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # every engine does, and with it torch's compiler
+import peft  # noqa: F401
+import psutil
+import torch
+from accelerate.state import PartialState
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers.modeling_utils import set_zero3_state
+from trl import SFTTrainer, get_quantization_config
+
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.strategy import Strategy, resolve_strategy
+from zero_recipes.core.findings import first_line
+from zero_recipes.core.process import end_with_parent
+from zero_recipes.engine.deepspeed import base_optimizer, gradient_tensors, optimizer_tensors, weight_tensors
+from zero_recipes.engine.huggingface import rows_are_cut
+from zero_recipes.engine.patches import keep_4bit_layout, keep_precision_of_new_adapters
+from zero_recipes.engine.warnings import quieten
+from zero_recipes.metrics.communication import CommunicationCounter
+from zero_recipes.metrics.probe import StateProbe
+from zero_recipes.model import adapter_config, parameter_counts, size_of
+from zero_recipes.tools.plan.job import Job
+from zero_recipes.tools.plan.simulator import device, stand_ins
+from zero_recipes.tools.plan.simulator.tracker import LiveStorages, Observed
+from zero_recipes.training.token_loss import TokenWeights
+
+STEPS = 2  # Adam's states appear in the first; the second is as all that follow
+TRAINING = ("forward", "backward", "step", "between")
+AFTERWARDS = ("evaluation", "best model")  # what a run does beside its steps
+
+# Of a recipe's keys, what has no part in a step's memory and would ask for files, networks or numbers.
+LEFT_OUT = {
+    **dict.fromkeys(("tf32", "fsdp", "resume_from_checkpoint", "dataloader_prefetch_factor", "dataset_num_proc"), None),
+    **dict.fromkeys(("model_init_kwargs", "chat_template_path", "eos_token", "pad_token"), None),
+    **dict.fromkeys(("completion_only_loss", "attn_implementation"), None),
+    **dict.fromkeys(("load_best_model_at_end", "save_model", "push_to_hub", "assistant_only_loss"), False),
+    **dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "no"),
+    **{"max_steps": STEPS, "disable_tqdm": True, "dataloader_num_workers": 0, "run_name": "plan", "report_to": "none"},
+    "use_cpu": True,  # the device is set below
+}
+
+
+def run(task: dict, answer: TextIO) -> NoReturn:
+    """A fork's whole life. `answer`: where its answer is written, as JSON; `error` in it says what went wrong."""
+    end_with_parent()
+    try:
+        job = Job.from_dict(task["job"])
+        if job.ds_config is None and job.settings.fp16:
+            # the same bytes but for the loss scale, which accelerate 1.15 (accelerator.py) has for real devices alone
+            job = job.changed(fp16=False, bf16=True)
+        _start_group(job, task["rank"])
+        with tempfile.TemporaryDirectory() as folder:
+            found = train_two_steps(job, folder)
+    except BaseException as error:  # whatever it is, the parent must hear of it
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {first_line(error)}"}
+    json.dump(found, answer)
+    answer.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the pretended group has nobody to say goodbye to
+
+
+def _start_group(job: Job, rank: int) -> None:
+    """A process group of the job's size in which every collective succeeds and moves nothing."""
+    if job.world_size == 1 and job.ds_config is None and not job.is_fsdp:  # nothing is wrapped
+        return
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_RANK="0",  # of the one device there is
+        LOCAL_WORLD_SIZE=str(job.ranks_per_node),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+    )
+    backend = "cpu:fake,gpu:fake" if job.device == "gpu" else "fake"
+    torch.distributed.init_process_group(backend, store=FakeStore(), rank=rank, world_size=job.world_size)
+    if job.ds_config is not None:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        stand_ins.no_kernels()
+        deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
+
+
+def train_two_steps(job: Job, folder: str) -> dict:
+    """Build the run as run_sft.py does, under fake tensors, train two steps, and return what was counted."""
+    quieten()
+    on_gpu = job.device == "gpu"
+    accumulation = job.settings.gradient_accumulation_steps
+    settings = job.settings.replace(**LEFT_OUT, output_dir=folder, deepspeed=job.ds_config)
+    settings = settings.replace(gradient_accumulation_steps=min(accumulation, 2))
+    strategy = resolve_strategy(settings, {"WORLD_SIZE": str(job.world_size)}, size_of)
+    _, training_args, model_args, _ = recipes.trl_arguments(settings, Path("plan.yaml"))
+    # transformers and accelerate have taken the CPU for want of anything else
+    PartialState._shared_state["device"] = torch.device("gpu:0" if on_gpu else "cpu")
+    training_args.__dict__["_setup_devices"] = torch.device("gpu:0" if on_gpu else "cpu")
+
+    host = LiveStorages("cpu")
+    in_one = training_args.packing or training_args.padding_free
+    full_rows = training_args.per_device_train_batch_size == 1 or in_one
+    stand_ins.replace_parts_of_libraries(on_gpu, full_rows, in_one, partial(patch.object, host, "is_pinned", True))
+    casts = job.zero.autocast or job.settings.precision  # without DeepSpeed, or by its torch_autocast
+    if on_gpu and casts != "fp32":
+        stand_ins.set_up_autocast(torch.bfloat16 if casts == "bf16" else torch.float16)
+    imports = psutil.Process().memory_info().rss
+    tracker = LiveStorages("gpu", device.BLOCK) if on_gpu else LiveStorages("cpu")
+    observed = Observed(tracker, host) if on_gpu else Observed(tracker)
+    with FakeTensorMode(allow_non_fake_inputs=True), observed:
+        trainer = _trainer(job, strategy, training_args, model_args)
+        trainer.watch = watch = Watch(trainer, strategy, tracker, host, accumulation)
+        trainer.add_callback(watch)
+        trainer.train()
+        if job.settings.evaluates:
+            rows = training_args.world_size * training_args.per_device_eval_batch_size
+            longest, with_loss = job.evaluated or (training_args.max_length, None)
+            with stand_ins.loss_of_some(with_loss) if on_gpu and with_loss else contextlib.nullcontext():
+                watch.evaluate(_rows(longest, rows))
+        if job.settings.load_best_model_at_end and strategy.is_deepspeed:
+            watch.load_best_model()
+    return watch.found() | {"imports": imports}
+
+
+def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "WatchedSFTTrainer":
+    """The trainer as run_sft.py builds it."""
+    config = dict(job.config)
+    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    dtype = model_args.dtype
+    dtype = (config.dtype or torch.float32) if dtype in ("auto", None) else getattr(torch, dtype)
+    attention = stand_ins.attention_of(job.settings.attn_implementation, job.device == "gpu")
+    if strategy.zero_stage == 3:
+        keep_precision_of_new_adapters()
+    packs = job.settings.load_in_4bit  # then transformers builds the model without deepspeed.zero.Init
+    with set_zero3_state() if packs else contextlib.nullcontext():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    if packs:
+        stand_ins.pack_in_4_bits(model, get_quantization_config(model_args), training_args.device)
+        keep_4bit_layout(model)
+    if job.device == "gpu" and strategy.zero_stage != 3:  # as DeepSpeed does: engine.py `_configure_distributed_model`
+        if strategy.is_deepspeed and (training_args.bf16 or training_args.fp16):
+            model.bfloat16() if training_args.bf16 else model.half()  # `to` refuses packed weights
+        model.to(training_args.device)
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}))  # the least that SFTTrainer takes: rows are tokens
+    rows = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
+    with rows_are_cut(training_args):
+        return WatchedSFTTrainer(
+            model=model,
+            args=training_args,
+            train_dataset=_rows(training_args.max_length, rows * job.world_size),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+            peft_config=adapter_config(job.settings),
+        )
+
+
+def _rows(length: int, count: int) -> Dataset:
+    """So many tokenised rows of this length; what they say plays no part."""
+    row = [1] * length
+    return Dataset.from_dict({"input_ids": [row] * count, "labels": [row] * count})
+
+
+class WatchedSFTTrainer(SFTTrainer):
+    """SFTTrainer with a real run's token weights, which says when forward ends and backward begins."""
+
+    watch: "Watch"
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.token_weights = TokenWeights(self)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return self.token_weights.of_step(batches, count, device, self._get_num_items_in_batch)
+
+    def prediction_step(self, model, inputs, *arguments, **keywords):
+        return self.token_weights.predict(super().prediction_step, model, inputs, *arguments, **keywords)
+
+    def compute_loss(self, model, inputs, *arguments, **keywords):
+        if not self.model.training:
+            return super().compute_loss(model, inputs, *arguments, **keywords)
+        self.watch.tracker.enter("forward")
+        loss = super().compute_loss(model, inputs, *arguments, **keywords)
+        self.watch.tracker.enter("backward")
+        return loss
+
+    def training_step(self, *arguments, **keywords):
+        loss = super().training_step(*arguments, **keywords)
+        self.watch.tracker.enter("between")
+        self.watch.communication.end_step()  # of this micro step: only the last of a step steps
+        return loss
+
+
+class Watch(TrainerCallback):
+    """Names the phases to the tracker, and reads what metrics.json of a real run would hold. The first of two steps
+    builds Adam's states, the second is read; peaks are of both."""
+
+    def __init__(
+        self,
+        trainer: WatchedSFTTrainer,
+        strategy: Strategy,
+        tracker: LiveStorages,
+        host: LiveStorages,
+        accumulation: int,
+    ):
+        """`accumulation`: micro steps of a step in the recipe; at most two are simulated, others are as the first."""
+        self.trainer, self.strategy, self.accumulation = trainer, strategy, accumulation
+        self.tracker, self.host = tracker, host
+        self.parameters, self.trainable = parameter_counts(trainer.model)
+        self.bytes: dict[str, int] = {}  # allocated after each phase: what StateProbe records
+        self.done = 0
+        self.record("model_loaded")
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._own_gradient)
+
+    def record(self, name: str) -> None:
+        """Allocated bytes after a phase (in place of StageMetricsCallback.record)."""
+        self.bytes[name] = self.tracker.live
+
+    def _own_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.tracker.assign([parameter.grad], "grads")
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.record("engine_built")
+        self.host_load = max(self.host.peaks.values(), default=0)
+        self.host.forget_peaks()
+        self.probe = StateProbe(self.trainer.model, self.trainer.optimizer, self.strategy, self.record)
+        self._assign()
+        # accelerate's `backward` calls the engine's `step`; without DeepSpeed the Trainer calls the optimizer's
+        owner = self.trainer.model_wrapped if self.strategy.is_deepspeed else self.trainer.optimizer
+        step = owner.step
+
+        def named(*arguments, **keywords):
+            self.tracker.enter("step")
+            return step(*arguments, **keywords)
+
+        owner.step = named
+        self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy)
+        self.communication.start()
+        self.tracker.enter("between")
+        self.tracker.forget_peaks()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.done == 1:
+            self.probe.attach()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.tracker.enter("between")
+        if self.done == 1:
+            self.states = self.probe.detach()
+        self.done += 1
+        self._assign()
+
+    def _assign(self) -> None:
+        parameters, optimizer = self.probe.parameters, self.probe.states_of
+        for tracker in (self.tracker, self.host):
+            tracker.assign(getattr(self.trainer.model_wrapped, "buckets", []), "buckets")  # of DistributedDataParallel
+            tracker.assign(gradient_tensors(parameters, optimizer), "grads")
+            tracker.assign(optimizer_tensors(parameters, optimizer), "optimizer")
+            tracker.assign(weight_tensors(parameters, optimizer), "params")
+
+    def evaluate(self, rows: Dataset) -> None:
+        """One batch of an evaluation, as the Trainer's loop takes it."""
+        trainer = self.trainer
+        trainer.token_weights.begin_evaluation()
+        batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader(rows))))
+        self.tracker.enter("evaluation")
+        trainer.model_wrapped.eval()
+        trainer.prediction_step(trainer.model_wrapped, batch, prediction_loss_only=True)
+        trainer.model_wrapped.train()
+        self.tracker.enter("between")
+
+    def load_best_model(self) -> None:
+        """What load_best_model_at_end loads beside what is there: torch's Optimizer.load_state_dict makes all
+        the new states before it drops the old ones (deepspeedai/DeepSpeed#3938)."""
+        states = base_optimizer(self.trainer.optimizer).state.values()
+        self.tracker.enter("best model")
+        again = [value.clone() for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        del again
+        self.tracker.enter("between")
+
+    def found(self) -> dict:
+        """What this rank needs; metrics/schema.py says what the keys mean."""
+        peaks = {phase: self.tracker.peaks.get(phase, 0) for phase in TRAINING}
+        peaks |= {phase: self.tracker.peaks[phase] for phase in AFTERWARDS if phase in self.tracker.peaks}
+        phase = max(peaks, key=peaks.get)
+        return {
+            "parameters": self.parameters,
+            "trainable_parameters": self.trainable,
+            "allocated_peak_bytes": peaks[phase],
+            "peak_phase": phase,
+            "at_peak": self.tracker.at_peak[phase],
+            "peaks": peaks,
+            "model_state_bytes": self.states,
+            "memory_phases": self.bytes,
+            "host_load": self.host_load,
+            "host_training": max(self.host.peaks.values(), default=0),
+            "communication_bytes_per_step": self._communication(),
+        }
+
+    def _communication(self) -> dict[str, int]:
+        """Of one step: the last micro step, and as many of the others as the recipe has."""
+        other, last = (everywhere for everywhere, _ in self.communication.steps[-2:])
+        if self.accumulation == 1 or not self.strategy.is_deepspeed:
+            return last  # DistributedDataParallel reduces in the last micro step only
+        return {
+            name: last.get(name, 0) + (self.accumulation - 1) * other.get(name, 0) for name in sorted({*last, *other})
+        }

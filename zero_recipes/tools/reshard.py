@@ -1,0 +1,314 @@
+"""`zero-recipes reshard`: a checkpoint from which another ZeRO stage and world size goes on.
+
+Each parameter's master and moments are read from the ranks' files without a launch, and written by name (resume.py
+loads them), so that any stage and world can take them. DeepSpeed's universal checkpoint refuses 3 to 2 and 2 to 3
+(runtime/state_dict_factory.py) and gives one step counter to all groups at stage 3 (runtime/zero/stage3.py,
+`load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
+
+Layouts are DeepSpeed 0.19.8's, paths relative to deepspeed/runtime. Each rank's file holds, for each flat
+group, its partition of the fp32 master and of Adam's moments.
+
+- Stages 1 and 2 (zero/stage_1_and_2.py, `state_dict`): the parameters of a group lie one after another, padded where
+  `param_alignment_paddings` says, and are cut into equal partitions. The order is that of `param_shapes`
+  (engine.py `_get_zero_param_shapes`), which is right with round_robin_gradients too; `param_slice_mappings` is not.
+- Stage 3 (zero/stage3.py, `_rigid_state_dict`): each parameter is cut into equal partitions, ceil(elements / world)
+  each, and every rank's group holds its partitions of the group's parameters one after another.
+"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_recipes.checkpoint import save
+from zero_recipes.checkpoint.resume import ADAM_STATES, HYPERPARAMETERS, Batch, code_in, code_refusal
+from zero_recipes.config.ds_config import DsConfig
+from zero_recipes.core.files import PART
+from zero_recipes.core.findings import Refusal, finding, first_line, refusal
+from zero_recipes.engine.huggingface import load_without_code
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py", "rng_state*.pth", save.MANIFEST)
+
+
+class Place(NamedTuple):
+    """A parameter: the flat group that holds it, its shape, and its pieces in order."""
+
+    group: int
+    shape: tuple[int, ...]
+    pieces: list[tuple[int, int, int]]  # (rank, start, count): elements of that rank's flat group
+
+
+@dataclass(frozen=True)
+class Source:
+    """A DeepSpeed checkpoint, opened: what it holds is known, no state has been read."""
+
+    checkpoint: Path
+    stage: int
+    files: list[Path]  # optimizer states, by rank
+    places: dict[str, Place]  # by parameter name
+    groups: list[dict[str, Any]]  # the optimizer's groups: hyperparameters and the names of their parameters
+    adam_step: int
+    engine: dict[str, Any]  # global_steps, global_samples, skipped_steps, lr_scheduler
+    ds_config: dict[str, Any]  # as the engine had it, no "auto"
+    trusted: bool = False  # its pickles may run code
+
+    @property
+    def world_size(self) -> int:
+        return len(self.files)
+
+
+def reshard(
+    checkpoint: Path, world_size: int, stage: int, skip_checksums: bool = False, trusted: bool = False
+) -> tuple[Path, Batch]:
+    """Write CHECKPOINT-zero<stage>-world<world_size> beside the checkpoint, which is not touched. Returns the new
+    folder and its batch; the global batch is the old one's. It is written under a hidden name and renamed when it is
+    whole. `skip_checksums`: neither compare nor write them; `trusted`: pickles may run code. Raises Refusal."""
+    checkpoint = Path(os.path.normpath(checkpoint))
+    target = checkpoint.with_name(f"{checkpoint.name}-zero{stage}-world{world_size}")
+    if target.exists():
+        raise refusal("ZR741", target=target)
+    fault = None if save.is_foreign(checkpoint) else save.checkpoint_fault(checkpoint)
+    if fault is None and not skip_checksums:
+        fault = save.content_fault(checkpoint)
+    if fault is not None:
+        raise _damaged(checkpoint, fault)
+    is_known = save.read_manifest(checkpoint) is not None
+    if not is_known:
+        print(finding("ZR772", checkpoint=checkpoint))
+    source = open_checkpoint(checkpoint, trusted)
+    sizes = (source.ds_config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    batch = Batch(*sizes, source.world_size).over(world_size)
+
+    unfinished = target.with_name(f".{target.name}{PART}")
+    if unfinished.exists():  # a killed reshard left it
+        shutil.rmtree(unfinished)
+    shutil.copytree(checkpoint, unfinished, ignore=shutil.ignore_patterns(*_LEFT_BEHIND))
+    _write_states(source, unfinished)
+    _copy_random_states(source, world_size, unfinished)
+    save.write_manifest(unfinished, _facts(source, batch, stage), is_known and not skip_checksums)
+    os.sync()  # the new name must not reach the disk before the files
+    unfinished.rename(target)
+    return target, batch
+
+
+def resume_command(target: Path, batch: Batch, strategy: str) -> str:
+    """What a user types to go on."""
+    return (
+        f"zero-recipes train RECIPE.yaml --config_file {strategy}.yaml --num_processes {batch.world_size} "
+        f"--output_dir {target.parent} --per_device_train_batch_size {batch.micro} "
+        f"--gradient_accumulation_steps {batch.accumulation} --resume_from_checkpoint {target}"
+    )
+
+
+def strategy_of(source_config: dict[str, Any], stage: int) -> str:
+    """The accelerate file's name; an optimizer that was offloaded stays so, and states in bf16 do (neither has a file
+    for stage 1, nor both together: fp32 takes bf16 states exactly)."""
+    config = DsConfig(source_config)
+    kept = "_offload" if config.offloads else "_bf16_states" if config.bf16_states else ""
+    return f"zero{stage}" + (kept if stage > 1 else "")
+
+
+def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
+    """Find the files, read their small parts and refuse what cannot be read by parameter. Raises Refusal. `trusted`:
+    pickles of the checkpoint may run code, as DeepSpeed's own load lets them."""
+    if not (checkpoint / save.LATEST).is_file():
+        raise _other(checkpoint, "without DeepSpeed, with save_only_model or by a reshard: it has no file `latest`")
+    if (fault := save.document_fault(checkpoint)) is not None:
+        raise _damaged(checkpoint, fault)
+    folder = checkpoint / (checkpoint / save.LATEST).read_text().strip()
+    named = {path: _OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()}
+    files = sorted((path for path, match in named.items() if match), key=lambda path: int(named[path][1]))
+    model_files = sorted(folder.glob("*_model_states.pt"))
+    if not model_files:
+        raise _damaged(checkpoint, f"{folder.name} has no *_model_states.pt")
+    model = _load(model_files[0], trusted)
+    if (reason := _unreadable(folder, model)) is not None:
+        raise _other(checkpoint, reason)
+    if len(files) != model["dp_world_size"]:
+        how = f"{folder.name} has optimizer states of {len(files)} of {model['dp_world_size']} ranks"
+        raise _damaged(checkpoint, how)
+
+    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
+    steps = set()
+    for file in reversed(files):  # of rank 0 at last, whose partitions are never cut short
+        states, flats, base = _states_of(file, trusted)
+        if "zero_stage" not in states:  # stage 1 in bf16 with gradients accumulated in fp32
+            raise _other(checkpoint, "by DeepSpeed's BF16_Optimizer")
+        kinds = {"those of elastic_checkpoint"}
+        if isinstance(base, dict):
+            kinds = {key for state in base["state"].values() for key in state} - {"step"}
+        if kinds != set(ADAM_STATES) or len(base["state"]) != len(flats):
+            raise _other(checkpoint, f"with optimizer states other than Adam's: {', '.join(sorted(map(str, kinds)))}")
+        # torch and DeepSpeedCPUAdam count in each state, FusedAdam in its groups
+        counted = [state["step"] for state in base["state"].values() if "step" in state]
+        steps |= {int(step) for step in counted or [group["step"] for group in base["param_groups"]]}
+    if len(steps) != 1:
+        raise _damaged(checkpoint, f"Adam's step counters differ between groups or ranks: {sorted(steps)}")
+    stage = int(states["zero_stage"])
+    return Source(
+        checkpoint=checkpoint,
+        stage=stage,
+        files=files,
+        places=_places(flats, states, stage, len(files), shapes),
+        groups=[
+            {key: group[key] for key in HYPERPARAMETERS if key in group}
+            | {"names": [name for flat in group["params"] for name in shapes[flat]]}
+            for group in base["param_groups"]
+        ],
+        adam_step=steps.pop(),
+        engine={key: model[key] for key in ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")},
+        ds_config=dict(model["ds_config"]),
+        trusted=trusted,
+    )
+
+
+def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
+    """{"fp32", "exp_avg", "exp_avg_sq"} of one parameter, in its shape: the master's and moments' own bits and dtype
+    ("fp32", the master, is bf16 under bf16_master_weights_and_grads).
+
+    The files are mapped into memory, and anew for each parameter: pages that were read count as resident until the
+    mapping goes: no more than one parameter is in memory at a time. Raises RuntimeError if one is cut off.
+    """
+    place = source.places[name]
+    parts: dict[str, list[torch.Tensor]] = {key: [] for key in ("fp32", *ADAM_STATES)}
+    for rank, start, count in place.pieces:
+        _, flats, base = _states_of(source.files[rank], source.trusted)
+        tensors = base["state"][place.group] | {"fp32": flats[place.group]}
+        for key, pieces in parts.items():
+            pieces.append(tensors[key][start : start + count])
+    return {key: torch.cat(pieces).view(place.shape) for key, pieces in parts.items()}
+
+
+def _load(file: Path, trusted: bool) -> dict[str, Any]:
+    try:
+        if trusted:
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+        return load_without_code(file)
+    except pickle.UnpicklingError:
+        raise code_refusal(file.parents[1], code_in(file.parents[1])) from None
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise _damaged(file.parents[1], f"{file.name} cannot be read: {first_line(error)}") from None
+
+
+def _states_of(file: Path, trusted: bool) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
+    """(a rank's states, the flat groups of its masters, the inner optimizer's state_dict)."""
+    states = _load(file, trusted)["optimizer_state_dict"]
+    if "fp32_flat_groups" in states:  # stage 3
+        return states, states["fp32_flat_groups"], states["optimizer_state_dict"]
+    return states, states.get("single_partition_of_fp32_groups"), states.get("base_optimizer_state")
+
+
+def _damaged(checkpoint: Path, how: str) -> Refusal:
+    return refusal("ZR729", checkpoint=checkpoint, how=how)
+
+
+def _other(checkpoint: Path, how: str) -> Refusal:
+    """Of a checkpoint that was written in such a way."""
+    return refusal("ZR731", checkpoint=checkpoint, how=how)
+
+
+def _unreadable(folder: Path, model: dict[str, Any]) -> str | None:
+    """Why states cannot be read by parameter. `folder`: of each rank's states; `model`: rank 0's *_model_states.pt.
+
+    Of DeepSpeed 0.19.8, runtime/: stage 0 numbers its states (engine.py `_common_checkpoint_state`), NVMe offload
+    leaves them on the disk (engine.py `load_checkpoint`), MiCS repeats its parts in groups of ranks, and the masters
+    alone in bf16 are gathered in bf16 at stage 3 (zero/stage3.py `_fp32_state_allgather`).
+    """
+    config = DsConfig(model["ds_config"])
+    reasons = {
+        "at ZeRO stage 0": config.stage == 0,
+        "by a model-parallel run": model["mp_world_size"] != 1 or any(folder.glob("*mp_rank_01*")),
+        "by a mixture-of-experts run": "num_experts" in model,
+        "in fp16": config.raw.get("fp16", {}).get("enabled"),
+        "with bf16 master weights and fp32 states": config.bf16_masters and not config.bf16_states,
+        "with mics_shard_size": config.zero.get("mics_shard_size", -1) > 0,
+        "with states on NVMe": config.on_nvme,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _places(
+    flats: list[torch.Tensor],
+    states: dict[str, Any],
+    stage: int,
+    world_size: int,
+    shapes: list[dict[str, tuple[int, ...]]],
+) -> dict[str, Place]:
+    """Where every parameter is, by name. `states`: the optimizer's of rank 0, whose partitions are never cut short;
+    `flats`: their flat groups; `shapes`: of the parameters of each group, in the order of `param_shapes`."""
+    places = {}
+    for group, (flat, named) in enumerate(zip(flats, shapes, strict=True)):
+        start = 0
+        aligned = states.get("param_alignment_paddings")  # not at stage 3, nor before DeepSpeed 0.19
+        paddings = aligned[group] if aligned else [0] * len(named)
+        for (name, shape), padding in zip(named.items(), paddings, strict=True):
+            count = torch.Size(shape).numel()
+            if stage == 3:
+                part = -(-count // world_size)
+                left = [max(0, min(part, count - rank * part)) for rank in range(world_size)]
+                pieces = [(rank, start, size) for rank, size in enumerate(left) if size]
+                start += part
+            else:
+                pieces = _cut(start, count, flat.numel())
+                start += count + padding
+            places[name] = Place(group, shape, pieces)
+    return places
+
+
+def _cut(start: int, count: int, partition: int) -> list[tuple[int, int, int]]:
+    """Elements start to start + count of the whole group, cut at the borders of the ranks' partitions."""
+    pieces = []
+    while count:
+        rank, inside = divmod(start, partition)
+        size = min(count, partition - inside)
+        pieces.append((rank, inside, size))
+        start, count = start + size, count - size
+    return pieces
+
+
+def _write_states(source: Source, folder: Path) -> None:
+    from rich.progress import track
+    from safetensors.torch import save_file
+
+    (folder / save.STATES).mkdir()
+    for name in track(source.places, description="parameters"):
+        save_file(read_parameter(source, name), folder / save.STATES / f"{name}.safetensors")
+    index = {
+        "source": {"checkpoint": source.checkpoint.name, "stage": source.stage, "world_size": source.world_size},
+        "adam_step": source.adam_step,
+        "states": "bf16" if DsConfig(source.ds_config).bf16_states else "fp32",
+        "engine": source.engine,
+        "groups": source.groups,
+    }
+    (folder / save.INDEX_OF_STATES).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_random_states(source: Source, world_size: int, folder: Path) -> None:
+    """rng_state_<rank>.pth, or rng_state.pth for one process (transformers 5.23, trainer.py `_load_rng_state`)."""
+
+    def name(rank: int, world: int) -> str:
+        return "rng_state.pth" if world == 1 else f"rng_state_{rank}.pth"
+
+    for rank in range(world_size):
+        old = source.checkpoint / name(rank % source.world_size, source.world_size)
+        if old.is_file():
+            shutil.copy2(old, folder / name(rank, world_size))
+
+
+def _facts(source: Source, batch: Batch, stage: int) -> dict[str, Any]:
+    """For the manifest: what the old one says, with the new stage, world and batch."""
+    step = json.loads((source.checkpoint / save.STATE).read_text())["global_step"]
+    return {"step": step, **(save.read_manifest(source.checkpoint) or {})} | {
+        "strategy": strategy_of(source.ds_config, stage),
+        "zero_stage": stage,
+        "world_size": batch.world_size,
+        "micro_batch_size": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
+    }

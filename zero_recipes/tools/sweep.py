@@ -1,0 +1,319 @@
+"""`zero-recipes sweep`: one strategy or value after another by the real launcher; a failure is a row, not a crash."""
+
+import collections
+import copy
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from rich.console import Console
+
+from zero_recipes.checkpoint import output_dir as folders
+from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, launched_environment
+from zero_recipes.config.ds_config import DsConfig
+from zero_recipes.config.keys import key_findings, key_types
+from zero_recipes.config.strategy import launched_ds_config
+from zero_recipes.core.files import at_hand, write_json, write_text
+from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
+from zero_recipes.core.host import Host
+from zero_recipes.core.tables import plain, terminal, working
+from zero_recipes.engine.warnings import quieten
+from zero_recipes.metrics.failure import failed_row, unfinished
+from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file
+from zero_recipes.metrics.schema import FILE, Metrics
+from zero_recipes.tools.report.read import short_names, value_text
+
+END_SECONDS = 30.0  # for the processes of a run that is interrupted
+LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+UNSAFE = re.compile(r"[^A-Za-z0-9._+,=-]")
+# what each run of a sweep has of its own, or all of them alike
+NOT_SWEPT = ("output_dir", "overwrite", "resume_from_checkpoint")
+
+
+def sweep(
+    recipe: Path,
+    strategies: list[str],
+    num_processes: int,
+    output_dir: Path,
+    overrides: list[str],
+    script: Path | None = None,
+    sets: Sequence[str] = (),
+) -> dict[str, str]:
+    """Run `recipe` under each strategy, and each combination of the values in `sets` (KEY=a,b,c).
+
+    Returns {name of a run's folder: its status}. Saves no weights unless the overrides name that. Raises Refusal before
+    the first run: a file is missing, a key unknown, the recipe names a ds_config, or a folder holds earlier results.
+    """
+    quieten()
+    script = script or at_hand("run_sft.py")
+    configs = {name: at_hand(FOLDER / f"{name}.yaml") for name in strategies}
+    console = terminal()
+    # what it refuses here, it would refuse in every run
+    with working(f"reading {recipe}"):
+        settings = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings
+        refuse_own_ds_config(recipe, settings)
+        environments = {name: launched_environment(config, num_processes) for name, config in configs.items()}
+        ds_configs = {name: launched_ds_config(each, settings.precision)[0] for name, each in environments.items()}
+    runs = runs_of(configs, ds_configs, sets, overrides)
+    inputs = list(folders.inputs_of(settings, recipe, os.environ))
+    refuse_results([output_dir / run.name for run in runs], settings.overwrite, inputs)
+    if sets:
+        own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
+        with library_error_as_finding("writing sweep.json beside the runs of earlier sweeps"):
+            add_to_sweep_file(output_dir, own)
+        console.print(plain(f"{len(runs)} runs: {', '.join(run.name for run in runs)}"), soft_wrap=True)
+    ended = {}
+    for number, run in enumerate(runs, 1):
+        folder = output_dir / run.name
+        label = f"[{number}/{len(runs)}] {run.name}"
+        start = time.perf_counter()
+        row, previous = launched(recipe, run, folder, label, num_processes, overrides, script, console, _run)
+        ended[run.name] = row.status
+        ending = f"{label}: {row.status} after {time.perf_counter() - start:.0f} s"
+        ending += f", see {folder / 'log.txt'}" if row.status != "ok" else ""
+        if row.status == "refused":
+            ending += f": {row.failure.reason} [{row.failure.code}]"
+        ending += f"; earlier results are now in {previous}" if previous else ""
+        console.print(plain(ending), soft_wrap=True)
+    return ended
+
+
+def launched(
+    recipe: Path,
+    run: "SweepRun",
+    folder: Path,
+    label: str,
+    ranks: int,
+    shared: list[str],
+    script: Path,
+    to: Console,
+    launch: Callable[..., tuple[int, str]],
+) -> tuple[Metrics, Path | None]:
+    """(what a run has measured, or how it failed; where results that were there are kept). `shared`: of all runs;
+    `launch`: `_run`, or another with its arguments."""
+    previous = folders.claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
+    (folder / FILE).unlink(missing_ok=True)
+    words = [*shared, *run.words]
+    command = launch_of_strategy(recipe, run.config_in(folder), ranks, folder, words, script)
+    exit_code, log = launch(command, folder, label, to, Host().threads(ranks))
+    return _row(folder, run.strategy, exit_code, log), previous
+
+
+def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
+    """What a run has measured, or how it failed. Files that cannot be read are a failure that says so."""
+    try:
+        if exit_code:
+            failed_row(folder, strategy, exit_code, log).write(folder / FILE)
+        return Metrics.read(folder / FILE)
+    except (ValueError, OSError) as error:  # ContractError is a ValueError
+        error = f"exit code {exit_code}; {error}"
+        row = unfinished(strategy, strategy).model_copy(update={"error": error})
+        row.write(folder / FILE)
+        return row
+
+
+def launch_of_strategy(
+    recipe: Path, config: Path, num_processes: int, folder: Path, overrides: list[str], script: Path
+) -> list[str]:
+    """The command line that a user would type for this strategy. Without a word on it no weights are saved."""
+    named = {word.partition("=")[0] for word in overrides} & {"--save_model", "--save_strategy"}
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"),
+        *(str(script), str(recipe), "--output_dir", str(folder)),
+        *(() if named else ("--save_model", "false", "--save_strategy", "no", "--save_on_signal", "false")),
+        *overrides,
+    ]
+
+
+def refuse_own_ds_config(recipe: Path, settings: recipes.Settings) -> None:
+    """Its runs would be refused for two DeepSpeed configurations, or train by it in a row that is called ddp."""
+    if settings.deepspeed is not None:
+        raise refusal("ZR861", recipe=recipe)
+
+
+def refuse_results(of_runs: list[Path], overwrite: bool, inputs: folders.Inputs) -> None:
+    for folder in of_runs:
+        folders.refuse_in_use(folder)
+    occupied = [folder for folder in of_runs if folders.saved_in(folder)]
+    if occupied and not overwrite:
+        raise refusal("ZR329", occupied=", ".join(map(str, occupied)))
+    for folder in occupied:
+        folders.refuse_occupied(folder, None, overwrite=True, inputs=inputs)
+
+
+def _run(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:
+    """(exit code, the log's last 400 lines). The whole log goes to folder/log.txt, its last line to the terminal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tail: collections.deque[str] = collections.deque(maxlen=400)
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
+    with open(folder / "log.txt", "w") as log, working(f"{label}: starting", console) as say:
+        log.write(" ".join(command) + "\n")
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        child = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            for line in child.stdout:
+                log.write(line)
+                tail.append(line.rstrip("\n"))
+                if line.strip():
+                    say(f"{label}: {line.strip()[:100]}")
+                if line.startswith("{'loss'") and not console.is_terminal:  # where no status moves
+                    console.print(plain(f"{label}: {line.strip()}"), soft_wrap=True)
+            return child.wait(), "\n".join(tail)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            if child.poll() is None:  # interrupted: a killed launcher would leave its workers behind
+                launched = psutil.Process(child.pid).children(recursive=True)
+                child.terminate()
+                _, alive = psutil.wait_procs([*launched, psutil.Process(child.pid)], timeout=END_SECONDS)
+                for process in alive:
+                    process.kill()
+
+
+# the runs of a sweep: strategies by the values of `--set KEY=a,b,c`
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 takes 5e8 and 1e-5 for text."""
+    if not isinstance(value, str) or not EXPONENT.fullmatch(value):
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep."""
+
+    name: str  # of its folder
+    strategy: str
+    config: Path  # the strategy's accelerate file
+    values: Mapping[str, Any]  # what the sweep sets, by key
+    words: tuple[str, ...] = ()  # of the command line, for the keys of the recipe among them
+    ds_config: Mapping[str, Any] | None = None  # with the keys of DeepSpeed among them; None without such keys
+
+    def config_in(self, folder: Path) -> Path:
+        """The accelerate file to launch with: where values of the ds_config are set a new one in `folder`, beside that
+        ds_config. The strategy's own files stay as they are."""
+        if self.ds_config is None:
+            return self.config
+        ds_config, config = folder / "ds_config.json", folder / "accelerate.yaml"
+        write_json(ds_config, self.ds_config)
+        launched = yaml.safe_load(self.config.read_text())
+        block = launched["deepspeed_config"]
+        if not block.get("deepspeed_config_file"):  # accelerate takes no value of it beside a file
+            launched.pop("mixed_precision", None)
+            block = {key: value for key, value in block.items() if key not in AMBIGUOUS}
+        if {"zero_optimization", "zero_optimization.stage"} & set(self.values):
+            block["zero3_init_flag"] = DsConfig(self.ds_config).stage == 3
+        launched["deepspeed_config"] = block | {"deepspeed_config_file": str(ds_config)}
+        write_text(config, yaml.safe_dump(launched, sort_keys=False))
+        return config
+
+
+def runs_of(
+    configs: Mapping[str, Path], ds_configs: Mapping[str, dict | None], sets: Sequence[str], overrides: list[str]
+) -> list[SweepRun]:
+    """One run a strategy and combination of values. `configs`: {strategy: accelerate file}; `ds_configs`: {strategy:
+    the DeepSpeed configuration of that file}; `sets`: KEY=a,b,c. Raises Refusal for a key that nothing here has; a run
+    whose values cannot be refuses them itself."""
+    types = key_types()
+    listed = parse_sets(sets, types, overrides)
+    in_ds = [key for key in listed if key not in types]
+    without = [name for name, ds_config in ds_configs.items() if ds_config is None]
+    if in_ds and without:
+        able = ",".join(name for name in configs if name not in without) or "zero2"
+        raise refusal("ZR359", keys=", ".join(in_ds), without=", ".join(without), able=able)
+    chosen = [dict(zip(listed, values, strict=True)) for values in product(*listed.values())]
+    return [run_of(name, configs[name], ds_configs[name], values, in_ds) for name in configs for values in chosen]
+
+
+def run_of(
+    strategy: str, config: Path, ds_config: Mapping[str, Any] | None, values: Mapping[str, Any], in_ds: Collection[str]
+) -> SweepRun:
+    """The run of a strategy with `values`, those of the keys `in_ds` in its ds_config. Raises Refusal."""
+    words = [word for key, value in values.items() if key not in in_ds for word in option_words(key, value)]
+    below = {tuple(key.split(".")): value for key, value in values.items() if key in in_ds}
+    written = with_values(ds_config, below) if below else None
+    return SweepRun(run_name(strategy, values), strategy, config, values, tuple(words), written)
+
+
+def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[str]) -> dict[str, list[Any]]:
+    """{key: the values that it takes in turn} of the `--set` options: each a YAML list without its brackets. `types`:
+    of every key that a recipe may have. Raises Refusal for a key that neither a recipe nor a ds_config has, for values
+    that cannot be read, and for a key that is given twice (`overrides`: the command line's other options)."""
+    sets: dict[str, list[Any]] = {}
+    for text in texts:
+        key, _, listed = text.partition("=")
+        key = key.strip()
+        _refuse_unknown(key, types)
+        try:
+            values = [_number(value) for value in yaml.safe_load(f"[{listed}]")]
+            written = {json.dumps(value, sort_keys=True, allow_nan=False) for value in values}
+        except (yaml.YAMLError, TypeError, ValueError) as error:
+            raise _unreadable(text, f"{' '.join(str(error).split())}.") from None
+        if not values or len(written) < len(values):
+            raise _unreadable(text, "It needs a key and distinct, comma-separated values.")
+        if key in sets or key in recipes.named_on(overrides, types):
+            raise _unreadable(text, f"{key} is given twice. Put all its values into one --set.")
+        sets[key] = values
+    return sets
+
+
+def _unreadable(text: str, why: str) -> Refusal:
+    return refusal("ZR355", text=text[:80], why=why)
+
+
+def _refuse_unknown(key: str, types: Mapping[str, Any]) -> None:
+    """Refuse a key that neither a recipe nor a ds_config has, as far down as DeepSpeed's parser does not itself."""
+    if key in NOT_SWEPT:
+        raise refusal("ZR358", key=key)
+    block, _, below = key.partition(".")
+    in_zero = block == "zero_optimization" and below
+    is_ds = below.split(".")[0] in zero_keys() if in_zero else block in top_level_keys()
+    if key not in types and not is_ds:
+        zero = {f"zero_optimization.{name}" for name in zero_keys()}
+        raise Refusal(list(key_findings("--set", [key], {*types, *top_level_keys(), *zero})))
+
+
+def run_name(strategy: str, values: Mapping[str, Any]) -> str:
+    """A folder's name: safe on any file system and unique."""
+    named = short_names(list(values))
+    text = ",".join([strategy, *(f"{named[key]}={value_text(value)}" for key, value in values.items())])
+    name = UNSAFE.sub("_", text)[:LONGEST_NAME]
+    return name if name == text else f"{name},{hashlib.sha256(text.encode()).hexdigest()[:8]}"  # others may give it too
+
+
+def option_words(key: str, value: Any) -> list[str]:
+    """How run_sft.py's command line gives a key of the recipe that value."""
+    return [f"--{key}", *map(value_text, value)] if isinstance(value, list) else [f"--{key}={value_text(value)}"]
+
+
+def with_values(config: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """A ds_config with each value at its path; blocks that are missing are made. Raises Refusal."""
+    filled = copy.deepcopy(dict(config))
+    for path, value in values.items():
+        block = filled
+        for name in path[:-1]:
+            block[name] = {} if block.get(name) is None else block[name]
+            if not isinstance(block[name], dict):
+                raise refusal("ZR360", path=".".join(path), block=name, value=json.dumps(block[name]))
+            block = block[name]
+        block[path[-1]] = value
+    return filled

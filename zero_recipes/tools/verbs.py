@@ -1,0 +1,174 @@
+"""The subcommands that a few lines hand on to their package, and what they print. Each returns the exit code.
+
+What a verb needs is imported where it runs: `zero-recipes --help` need not wait for torch.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+
+from zero_recipes.core import units
+from zero_recipes.core.findings import REFUSED, described, first_line, library_error_as_finding, refusal, table
+from zero_recipes.core.tables import working
+from zero_recipes.engine.warnings import quieten
+from zero_recipes.metrics.schema import ORDER as STAGES
+
+IMPORTING = "importing the libraries"
+GGUF = ("f16", "bf16", "q8_0")
+
+
+def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
+    """The verb in the module of its name, which is imported when it runs."""
+
+    def verb(arguments: argparse.Namespace) -> int:
+        with working(IMPORTING):
+            quieten()
+            module = import_module(f"zero_recipes.tools.{name}")
+        return getattr(module, name)(arguments)
+
+    verb.__name__ = name
+    return verb
+
+
+tune, export, rent = map(_elsewhere, ("tune", "export", "rent"))
+
+
+def fetch(arguments: argparse.Namespace) -> int:
+    """Local folders are only measured. Raises Refusal where the hub cannot be reached or does not have it."""
+    from zero_recipes.config import recipe as recipes
+    from zero_recipes.data.load import load_splits
+
+    mapping = recipes.read_recipe_file(arguments.recipe)
+    settings = recipes.parse_recipe(arguments.recipe, mapping, []).settings
+    model = fetch_model(settings)
+    print(f"{settings.model_name_or_path}: {units.size(_bytes_in(model.rglob('*')))}")
+    files = {file["filename"] for split in load_splits(settings)[0].values() for file in split.cache_files}
+    named = settings.dataset_name or ", ".join(entry["path"] for entry in settings.datasets)
+    print(f"{named}: {units.size(_bytes_in(map(Path, files)))}")
+    fetch_kernel(settings.attn_implementation)
+    return 0
+
+
+def fetch_model(settings) -> Path:
+    """The folder of configuration, tokenizer and weights: safetensors, or *.bin in repositories that have none."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    name, revision = str(settings.model_name_or_path), settings.model_revision
+    if Path(name).is_dir():
+        return Path(name)
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+    with library_error_as_finding(f"downloading the model {name}"):
+        if not settings.random_weights:
+            files = HfApi().list_repo_files(name, revision=revision)
+            patterns.append("*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin")
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def fetch_kernel(attn_implementation: str | None) -> None:
+    """Flash attention's build for this machine's torch: one fetched without a GPU is none of a machine with one."""
+    from zero_recipes.engine.huggingface import attention_name, kernel_version
+
+    kernel = attention_name(attn_implementation)
+    if kernel is None or "/" not in kernel:  # an installed package, or torch's own
+        return
+    repository, _, revision = kernel.partition(":")[0].partition("@")  # of "owner/name@revision:function"
+    try:
+        from kernels import install_kernel
+
+        folder = Path(install_kernel(repository, revision=revision or kernel_version(repository)))
+        print(f"{kernel}: {units.size(_bytes_in(folder.rglob('*')))}")
+    except Exception as error:  # of kernels, huggingface_hub and the network, of many kinds
+        print(f"{kernel} was not downloaded: {first_line(error)}")
+
+
+def _bytes_in(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    quieten()
+    from zero_recipes.tools.plan import command
+
+    return command.run(arguments, arguments.overrides)
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    with working(IMPORTING):
+        from zero_recipes.tools.plan.job import EVERY
+        from zero_recipes.tools.sweep import sweep
+
+    output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
+    strategies = arguments.strategies or list(STAGES)
+    everything = strategies == ["all"]
+    strategies = EVERY if everything else strategies
+    runs = (arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)
+    ended = set(sweep(*runs, sets=arguments.sets).values())
+    print(f"zero-recipes report {output_dir}")
+    # where values or all strategies are tried, what cannot run here is an answer too
+    fine = {"ok", "refused"} if everything or (arguments.sets and "ok" in ended) else {"ok"}
+    return 0 if ended <= fine else 1
+
+
+def report(arguments: argparse.Namespace) -> int:
+    from zero_recipes.tools.report.page import write_report
+
+    print(f"report: {write_report(arguments.folder)}")
+    return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    from zero_recipes.tools.verify import verify
+
+    whole = verify(arguments.folder, arguments.deep, arguments.skip_checksums, arguments.trust_remote_code)
+    found = "{tensors} tensors, {parameters:,} parameters, {bytes:,} bytes".format_map(whole)
+    print(f"{arguments.folder}: complete, {found}")
+    return 0
+
+
+def push(arguments: argparse.Namespace) -> int:
+    from huggingface_hub import create_repo
+
+    from zero_recipes.training import card
+
+    if not (arguments.folder / "metrics.json").is_file():
+        raise refusal("ZR901", folder=arguments.folder)
+    with library_error_as_finding(f"creating {arguments.hub_model_id} on the hub"):
+        repo = create_repo(arguments.hub_model_id, private=arguments.private or None, exist_ok=True).repo_id
+    print(f"pushed: {card.push(arguments.folder, repo)}")
+    return 0
+
+
+def reshard(arguments: argparse.Namespace) -> int:
+    quieten()
+    from zero_recipes.checkpoint.save import read_manifest
+    from zero_recipes.tools.reshard import reshard, resume_command
+
+    to = (arguments.world_size, arguments.stage)
+    folder, batch = reshard(arguments.checkpoint, *to, arguments.skip_checksums, arguments.trust_checkpoint)
+    print(f"written: {folder}", f"global batch unchanged: {batch.total} sequences ({batch})", sep="\n")
+    print(f"resume with:\n{resume_command(folder, batch, read_manifest(folder)['strategy'])}")
+    return 0
+
+
+def ask(arguments: argparse.Namespace) -> int:
+    quieten()
+    from zero_recipes.tools.ask import run
+
+    return run(arguments, arguments.overrides)
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    code = arguments.code.upper()
+    if code not in table():
+        print(f"unknown code {code}; docs/codes.md lists all codes", file=sys.stderr)
+        return REFUSED
+    row = described(code)
+    print(f"{code} ({row['area']}, {row['level']}): {row['what']}")
+    print(*(f"    {part}: {row[part]}" for part in ("why", "fix", "source") if part in row), sep="\n")
+    if "ignore" in row:
+        print(f"    --ignore {code} makes it a warning: {row['ignore']}")
+    if "example" in row:
+        print("", "example:", *(f"    {line}" for line in row["example"].splitlines()), sep="\n")
+    return 0
