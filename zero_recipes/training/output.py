@@ -28,6 +28,7 @@ from zero_recipes.data.audit import show_rows
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows
 from zero_recipes.engine import fsdp, patches
+from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.group import once, rank_0_writes
 from zero_recipes.engine.huggingface import attention_name
 from zero_recipes.metrics.callback import StageMetricsCallback
@@ -69,6 +70,8 @@ class RecipeRun:
         run, arguments = self.run, self.run.trl_arguments()
         self.args, self.peft_config = arguments.training, models.adapter_config(run.settings, has_weights=True)
         patches.patch_libraries(run.strategy, run.settings.ddp_timeout)
+        if run.device == "cpu":
+            multiply_in_fp32()
         patches.score_supervised_positions_only(run.settings.supervised_logits_only)
         patches.attend_by_row(run.device == "cpu" and run.settings.joined_by and not run.settings.torch_compile)
         if run.strategy.is_fsdp:

@@ -24,6 +24,7 @@ from zero_recipes.core.findings import UNFINISHED, Preempted, first_line
 from zero_recipes.core.host import library_versions
 from zero_recipes.core.process import CLOCK, clock_of_training, remember_signals, say, signalled
 from zero_recipes.engine import fsdp, patches
+from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.deepspeed import is_partitioned, set_masters
 from zero_recipes.engine.group import agree, gather_rows, once, rank_0_writes
 from zero_recipes.engine.huggingface import rows_are_cut, without_deepspeed_announcement
@@ -91,6 +92,8 @@ class ZeroSFTTrainer(SFTTrainer):
         self.stage_metrics.identify(self.args, self.model)
         if recipe_run is None:
             patches.patch_libraries(self.stage_metrics.strategy, self.args.ddp_timeout)
+            if self.args.device.type == "cpu":
+                multiply_in_fp32()
         self.token_metrics = TokenMetrics(self, settings.token_metrics if settings else "logging_steps")
         self.token_weights = TokenWeights(self)
         if isinstance(self.train_dataset, datasets.IterableDataset):

@@ -1,0 +1,54 @@
+"""16-bit matrix products of a CPU that has no instructions for them: computed in fp32, rounded once.
+
+Without AVX-512 torch 2.13 falls back to a plain loop (aten/src/ATen/native/cpu/BlasKernel.cpp, `gemm_core_`).
+512 x 512 x 512 in bf16 then take 220 ms, and 2 ms in fp32 (2 cores of an AMD EPYC, AVX2).
+The loop sums in fp32 and rounds once, too: only the order of its sums differs.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+
+OPERATORS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+def slow_dtypes() -> frozenset[torch.dtype]:
+    """The 16-bit types that this CPU multiplies in a plain loop.
+
+    Private: torch.ops.mkldnn._is_mkldnn_bf16_supported and ..._fp16_supported. No public function tells it.
+    """
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return frozenset(dtype for dtype, is_fast in supported.items() if not is_fast)
+
+
+@functools.cache
+def multiply_in_fp32() -> torch.library.Library:
+    """From now on this process multiplies matrices of `slow_dtypes` in fp32. The library is in force while it lives."""
+    library = torch.library.Library("aten", "IMPL")
+    slow = slow_dtypes()
+    if not slow:
+        return library
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for name in OPERATORS:
+            kernel = _kernel(getattr(torch.ops.aten, name).out, slow)
+            library.impl(name, kernel, "CPU", allow_override=True)
+    return library
+
+
+def _kernel(with_out: Callable, slow: frozenset[torch.dtype]) -> Callable:
+    """`with_out`: the operator's form that writes into a tensor, which stays torch's own."""
+
+    def multiply(*tensors: torch.Tensor, **scales: float) -> torch.Tensor:
+        dtype = tensors[-1].dtype
+        if dtype in slow:
+            tensors = [tensor.float() for tensor in tensors]
+        product = with_out(*tensors, **scales, out=tensors[-1].new_empty(0))
+        return product.to(dtype)
+
+    return multiply
