@@ -7,58 +7,56 @@ Exit codes: 0 done; 2 refused before training, with one message; 1 anything else
 import os
 import sys
 
-from zero_recipes.config import recipe as recipes
+from zero_recipes.config.recipe import read_recipe_file, split_command_line
 from zero_recipes.core.findings import print_ending, raise_errors, shown
-from zero_recipes.core.process import leave, say
+from zero_recipes.core.process import PhaseClock, age, leave, say
 from zero_recipes.engine.warnings import quiet_imports
 
 
 def main(argv: list[str]) -> None:
-    run = prepare(argv)
-    from zero_recipes.engine.group import session
+    clock = PhaseClock(age())
+    run = read_run(argv)
+    from zero_recipes.engine.group import process_group
 
-    with session(run):
-        trainer = train(run)
+    with process_group(run):
+        trainer = train(run, clock)
         trainer.accelerator.wait_for_everyone()
         trainer.end()
 
 
-def prepare(argv: list[str]):
-    """The RunConfig of a recipe; refuses what can be refused without a process group, and touches nothing."""
-    path, overrides = recipes.split_command_line(argv)
-    mapping = recipes.read_recipe_file(path)  # the recipe's `env:` is in force before torch is imported
+def read_run(argv: list[str]):
+    """What the command line asks for. Refuses what needs no process group to refuse, and touches nothing."""
+    path, overrides = split_command_line(argv)
+    recipe_file = read_recipe_file(path)
+    os.environ.update(recipe_file.environment)  # before torch is imported
     with quiet_imports():
         from zero_recipes.checks.preflight import preflight
-    run, findings = preflight(path, mapping, overrides, os.environ)
+    run, findings = preflight(path, recipe_file, overrides, os.environ)
     raise_errors(findings)
     if findings:
         say(shown(findings))
     return run
 
 
-def train(run):
+def train(run, clock: PhaseClock | None = None):
     """One run in its process group. Returns the trainer, its group still alive."""
-    from zero_recipes.checks.predicted import planning
-    from zero_recipes.checks.preflight import resolved_ds_config
-    from zero_recipes.engine.nvme import swap_space
-    from zero_recipes.training.output import RecipeRun
+    from zero_recipes.training.inputs import load_model, prepare_inputs
+    from zero_recipes.training.session import Session
     from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    with RecipeRun.hold(run) as recipe_run, swap_space(run.strategy):
-        run = recipe_run.choose_checkpoint()
-        recipe_run.prepare_libraries()
-        with planning(run) as planned:
-            recipe_run.prepare_data()
-            predicted = planned()
-        model = recipe_run.load_model()  # the last that can refuse: nothing on disk is touched so far
-        recipe_run.claim(predicted, resolved_ds_config(run, recipe_run.data.rows))
-        trainer = ZeroSFTTrainer.of_recipe(model, recipe_run)
-        trainer.train(recipe_run.run.checkpoint)
-        recipe_run.progress("the model is not saved")  # what is measured is kept, whatever fails from here on
-        recipe_run.progress(trainer.save_verified())
+    clock = clock or PhaseClock()
+    with Session(run, clock) as session:  # the lock on the folder, and the record of a failure
+        run = session.choose_checkpoint()
+        inputs = prepare_inputs(run, clock)
+        model = load_model(run, inputs, clock)  # the last that can refuse: nothing on disk is touched so far
+        run = session.claim(inputs, model)  # from here on the folder is ours
+        trainer = ZeroSFTTrainer.for_run(run, inputs, model, session.metrics, clock)
+        trainer.train(run.checkpoint)
+        session.progress("the model is not saved")  # what is measured is kept, whatever fails from here on
+        session.progress(trainer.save_verified() if run.settings.save_model else "no model was to be saved")
         trainer.sample_after()
-        recipe_run.finish()
-        recipe_run.push_if_requested()
+        session.finish()
+        session.push_if_requested(inputs)
     return trainer
 
 

@@ -12,9 +12,7 @@ from tests.helpers.tiny import ROOT, named, write_recipe
 from tests.helpers.two_ranks import set_by_launch
 from zero_recipes.checks.preflight import preflight, resolved_ds_config
 from zero_recipes.checks.rehearsal import _handed_over
-from zero_recipes.checks.rules import Candidate
 from zero_recipes.config import recipe as recipes
-from zero_recipes.model import load_config
 from zero_recipes.tools.plan.job import known_models
 from zero_recipes.tools.verify import verify
 
@@ -51,7 +49,7 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
     if (
         stage == 3
     ):  # the parser of `check` gets it too, but for what needs a process group or accelerate's own optimizer
-        asked = _handed_over(Candidate(run.settings, run.strategy, "cpu", {}, load_config(run.settings)))
+        asked = _handed_over(run)
         assert asked.pop("steps_per_print") == float("inf") and real.pop("steps_per_print") in ("inf", float("inf"))
         own = {"train_batch_size": 12, "zero_allow_untested_optimizer": True}
         assert asked | own == real | {key: own[key] for key in own if key in real}

@@ -25,7 +25,7 @@ def train(argv: list[str], left_out: str | None = None, environment: dict[str, s
         seen["placements"] = sorted({str(getattr(p, "placements", None)) for p in model.parameters()})
 
     with without(left_out), before(StageMetricsCallback, "on_train_begin", look):
-        run = run_sft.prepare(argv)
+        run = run_sft.read_run(argv)
         trainer = run_sft.train(run)
     trainer.accelerator.wait_for_everyone()  # rank 0 writes the files
     engine = trainer.model_wrapped
@@ -165,7 +165,7 @@ def attends_by_row() -> bool:
 
 def engine_config(argv: list[str]) -> dict:
     """The configuration that the DeepSpeed engine of a finished run was built from."""
-    return json.loads(json.dumps(run_sft.train(run_sft.prepare(argv)).model_wrapped.config, default=str))
+    return json.loads(json.dumps(run_sft.train(run_sft.read_run(argv)).model_wrapped.config, default=str))
 
 
 def splits_tokenised(argv: list[str], cache: str) -> int:
@@ -207,7 +207,7 @@ def plan_for_small_gpus(argv: list[str], program: str, capacities: list[int]) ->
     from zero_recipes.core.findings import Refusal
     from zero_recipes.core.process import rank
 
-    run = dataclasses.replace(run_sft.prepare(argv), device="cuda")
+    run = dataclasses.replace(run_sft.read_run(argv), device="cuda")
     planner, started = predicted._planner, []
 
     def start(*arguments):

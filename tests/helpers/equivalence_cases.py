@@ -69,7 +69,7 @@ def reference(folder: str, rows: Rows, values: dict) -> tuple[PreTrainedModel, l
 
 def prepared(argv: list[str]) -> tuple:
     """(the recipe's values, its ModelConfig, training rows, evaluation rows) as run_sft.py would have them."""
-    run = run_sft.prepare(argv)
+    run = run_sft.read_run(argv)
     _, training_args, model_args, _ = run.trl_arguments()
     rows = prepare_rows(run.settings, training_args, load_tokenizer(run.settings))
     return run.settings.as_dict(), model_args, list(rows.train), list(rows.evaluation or ())

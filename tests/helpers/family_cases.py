@@ -120,7 +120,7 @@ def gathered_after_evaluation(argv: list[str]) -> dict[str, list[str]]:
     """Parameters that an evaluation leaves gathered, and those that are so once `reshard` was called."""
     from torch.distributed.tensor import DTensor
 
-    trainer = run_sft.train(run_sft.prepare(argv))
+    trainer = run_sft.train(run_sft.read_run(argv))
 
     def gathered() -> list[str]:
         return [name for name, p in trainer.model.named_parameters() if not isinstance(p, DTensor)]

@@ -124,10 +124,10 @@ def _found_by_check(side: Side, folder: Path, data: bool) -> list:
 def findings_in(path: Path, changes: dict, environment: Mapping[str, str] | None = None, device: str = "cuda") -> list:
     """What the rules find in a recipe with changes, on two processes of one node by default."""
     from zero_recipes.checks.deepspeed_rules import deepspeed_findings
-    from zero_recipes.checks.rules import Candidate, rule_findings
+    from zero_recipes.checks.rules import rule_findings
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config import strategy as strategies
-    from zero_recipes.config.recipe import settings_in_force
+    from zero_recipes.config.run import Run, settings_in_force
     from zero_recipes.model import load_config, size_of
 
     environment = environment or TWO
@@ -135,7 +135,7 @@ def findings_in(path: Path, changes: dict, environment: Mapping[str, str] | None
     placed = recipe.settings.replace(use_cpu=device == "cpu")
     strategy = strategies.resolve_strategy(placed, environment, size_of)
     settings, _ = settings_in_force(recipe, strategy, device, None)
-    run = Candidate(settings, strategy, device, environment, load_config(settings))
+    run = Run(recipe, settings, {}, strategy, device, environment, load_config(settings))
     return [*rule_findings(run), *deepspeed_findings(run)]
 
 

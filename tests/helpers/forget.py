@@ -8,14 +8,11 @@ from deepspeed.utils import groups
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_recipes.core.process import CLOCK
-
 LINEAR = torch.nn.functional.linear
 
 
 def forget_last_run() -> None:
     """What accelerate, transformers and DeepSpeed keep of a run for the whole process."""
-    CLOCK.__init__(0.0)
     AcceleratorState._reset_state()
     GradientState._reset_state()
     unset_hf_deepspeed_config()

@@ -24,7 +24,7 @@ def beginning(argv: list[str], patched: bool = True) -> dict:
 
     def remember(self, *_, **__) -> None:
         with without_deepspeed_announcement():
-            folder = self.recipe_run.run.settings.model_name_or_path
+            folder = self.extras.loaded_values.keywords["settings"].model_name_or_path
             whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         weights = dict(whole.named_parameters())
         for name, p in self.model.named_parameters():
@@ -56,7 +56,7 @@ def beginning(argv: list[str], patched: bool = True) -> dict:
     peft = unpatched(BaseTunerLayer, "_get_base_layer_device_and_dtype", patched)
     left_out = without(None if patched else "zero_recipes.engine.patches.keep_precision_of_new_adapters")
     with peft, left_out, counting, remembering, before(ZeroSFTTrainer, "_run_epoch", compare):
-        trainer = run_sft.train(run_sft.prepare(argv))
+        trainer = run_sft.train(run_sft.read_run(argv))
     trainer.accelerator.wait_for_everyone()
     exact = trainer.stage_metrics.exact_master_weights
     found["lossy"] = sum(not torch.equal(value.bfloat16().float(), value) for value in values.values())

@@ -50,7 +50,7 @@ def train_and_compare_states(argv: list[str], path: str) -> dict:
         seen["steps"] = [{int(step) for step in counters(optimizer)}.pop()]
 
     with before(StageMetricsCallback, "on_train_begin", compare):
-        run = run_sft.prepare(argv)
+        run = run_sft.read_run(argv)
         trainer = run_sft.train(run)
         trainer.accelerator.wait_for_everyone()
     steps = counters(trainer.optimizer)

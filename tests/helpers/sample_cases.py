@@ -30,7 +30,7 @@ def strict(text: str) -> Any:
 
 def ending(argv: list[str]) -> dict:
     """How a run ends on this rank: its error's type and message, metrics.json and the files of its folder."""
-    return ending_of(run_sft.prepare(argv))
+    return ending_of(run_sft.read_run(argv))
 
 
 def ending_of(run) -> dict:
@@ -52,8 +52,8 @@ def ending_of(run) -> dict:
 def ending_after_another(argv: list[str]) -> dict:
     """`ending` of a run that has looked at its folder before another one trained there to its end; with the steps that
     it trains."""
-    run = run_sft.prepare(argv)
-    run_sft.train(run_sft.prepare(argv))
+    run = run_sft.read_run(argv)
+    run_sft.train(run_sft.read_run(argv))
     torch.distributed.barrier()
     forget_last_run()
     steps = []
@@ -123,7 +123,7 @@ def train_signalled(
             owner = answers if each == "generate_texts" else trainer.ZeroSFTTrainer
             stack.enter_context(before(owner, each, lambda *_, each=each, **__: count(each)))
         try:
-            run_sft.train(run_sft.prepare(argv))
+            run_sft.train(run_sft.read_run(argv))
             return "done"
         except Preempted as ending:
             return str(ending)

@@ -48,7 +48,7 @@ def train_scored(argv: list[str]) -> dict:
 def log_of(argv: list[str], most_kept: int | None = None) -> dict:
     """The log of a run, and the losses and gradient norms of its steps. `most_kept`: micro batches until a gather."""
     with mock.patch.object(token_loss, "MOST_KEPT", most_kept or token_loss.MOST_KEPT):
-        trainer = run_sft.train(run_sft.prepare(argv))
+        trainer = run_sft.train(run_sft.read_run(argv))
     trainer.accelerator.wait_for_everyone()
     return {
         "log": [entry for entry in trainer.state.log_history if "train_runtime" not in entry],

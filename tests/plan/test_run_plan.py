@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import predicted, preflight
-from zero_recipes.config.recipe import RunConfig
+from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.schema import PredictedMetrics
@@ -134,10 +133,10 @@ print(json.dumps({"predicted": {"peak_memory_bytes": needs}, "lines": ["it fits"
 """
 
 
-def run_to_plan(device: str = "cuda", **values) -> RunConfig:
+def run_to_plan(device: str = "cuda", **values) -> Run:
     own = recipe("pythia")
     settings = own.settings.replace(**{"predict": device == "cpu", "deepspeed": None, **values})
-    return RunConfig(own, settings, own.explicit, Strategy("single", 1, None, "none"), device, Path("out"))
+    return Run(own, settings, own.explicit, Strategy("single", 1, None, "none"), device, {})
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from zero_recipes.checkpoint import resume, save
 from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinished, numbered, resolve_resume_checkpoint
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import Recipe, RunConfig, parse_recipe
+from zero_recipes.config.recipe import Recipe, parse_recipe
+from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED
 from zero_recipes.engine.huggingface import load_without_code, not_plain
@@ -75,7 +76,7 @@ def taken(recipe):
         chosen = checkpoint_to_resume(output_dir, requested)
         settings = recipe.settings.replace(resume_from_checkpoint=chosen, trust_checkpoint=True, **keys)
         named = dataclasses.replace(recipe, settings=recipe.settings.replace(resume_from_checkpoint=requested))
-        run = RunConfig(named, settings, MappingProxyType({}), ZERO2, "cpu", output_dir)
+        run = Run(named, settings.replace(output_dir=str(output_dir)), MappingProxyType({}), ZERO2, "cpu", {})
         return resolve_resume_checkpoint(run).checkpoint
 
     return of
@@ -183,10 +184,11 @@ def test_a_checkpoint_that_nobody_can_go_on_from(tmp_path, kinds, requested, cod
 
 def test_the_same_command_goes_on_after_a_signal_or_a_kill_and_not_after_an_error(tmp_path, recipe):
     checkpoint(tmp_path, 2)
-    ends = {"preempted": "a signal", "failed": f"{UNFINISHED}: nothing is saved", "oom": "MemoryError", "ok": None}
-    for status, error in ends.items():
+    go_on = [("preempted", "a signal"), ("running", None), ("failed", f"{UNFINISHED}: nothing is saved")]
+    do_not = [("failed", "ValueError: a row"), ("oom", "MemoryError"), ("ok", None)]
+    for status, error in go_on + do_not:
         (tmp_path / "metrics.json").write_text(json.dumps({"status": status, "error": error}))
-        wanted = "true" if status in ("preempted", "failed") else None
+        wanted = "true" if (status, error) in go_on else None
         assert resume.requested_in(tmp_path, recipe.settings) == wanted, status
         overwrites = recipe.settings.replace(overwrite=True)
         assert resume.requested_in(tmp_path, overwrites) is None, status

@@ -30,7 +30,8 @@ from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import refuse_uneven_gpus, split_command_line
+from zero_recipes.config.recipe import split_command_line
+from zero_recipes.config.run import refuse_uneven_gpus
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core import tables
 from zero_recipes.core.findings import Refusal, print_ending
@@ -42,7 +43,7 @@ from zero_recipes.engine.kernels import build, is_compiled, remove_stale_locks
 from zero_recipes.model import size_of
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.plan.job import read_strategies
-from zero_recipes.training.output import RecipeRun
+from zero_recipes.training import inputs
 
 LINKS = ("ddp.yaml", "zero1.yaml", "zero2.yaml", "zero3.yaml")
 
@@ -205,7 +206,7 @@ def test_a_refused_rank_waits_in_nccl_for_no_other(monkeypatch, device):
     monkeypatch.setattr(group.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(group.distributed, "destroy_process_group", lambda: ended.append(device))
     settings = SimpleNamespace(ddp_timeout=60)
-    with pytest.raises(Refusal), group.session(SimpleNamespace(strategy=None, device=device, settings=settings)):
+    with pytest.raises(Refusal), group.process_group(SimpleNamespace(strategy=None, device=device, settings=settings)):
         raise Refusal([])
     assert ended == ["cpu"] * (device == "cpu")
 
@@ -277,13 +278,14 @@ def test_without_a_login_to_wandb_no_weight_is_loaded(monkeypatch):
     def login():
         raise ValueError("No API key")
 
-    run = SimpleNamespace(args=SimpleNamespace(report_to=["wandb"]))
+    run = SimpleNamespace(settings=SimpleNamespace(push_to_hub=False))
+    arguments = SimpleNamespace(report_to=["wandb"])
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=login))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    RecipeRun._log_in(run)
+    inputs._log_in(run, arguments)
     monkeypatch.delenv("WANDB_MODE")
     with pytest.raises(Refusal, match="No API key"):
-        RecipeRun._log_in(run)
+        inputs._log_in(run, arguments)
 
 
 def test_each_process_takes_its_gpu_fsdp_reduces_on_the_host_too_and_one_process_is_alone(monkeypatch):

@@ -35,7 +35,7 @@ from zero_recipes.checks import machine as machines
 from zero_recipes.checks.capacity import disk_findings, memory_findings, nvme_findings
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import RunConfig
+from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, Refusal, print_ending
@@ -66,11 +66,11 @@ def ds_config(config: dict, offload: str | None = None, stage: int = 2) -> DsCon
     return DsConfig(config | {"zero_optimization": zero | config.get("zero_optimization", {})})
 
 
-def run_of(settings, device="cuda", stage=2, world=2, output_dir="out", offload=None, **changes) -> RunConfig:
+def run_of(settings, device="cuda", stage=2, world=2, output_dir="out", offload=None, **changes) -> Run:
     name = "ddp" if stage is None else f"zero{stage}"
     config = None if stage is None else ds_config({}, offload, stage)
     strategy = Strategy(name, world, config, "c.json")
-    return RunConfig(None, settings.replace(**changes), {}, strategy, device, Path(output_dir))
+    return Run(None, settings.replace(output_dir=str(output_dir), **changes), {}, strategy, device, {})
 
 
 def machine(root: Path, files: dict[str, str] | None = None, free: int = 10**15, lacks: str = "", **variables) -> Host:
@@ -540,9 +540,9 @@ def test_a_recipe_sets_the_allocator_before_torch_is_imported_and_torch_takes_it
     """And says nothing about it."""
     (tmp_path / "r.yaml").write_text(f"max_steps: 1\n{written}")
     program = (
-        "import sys, pathlib\n"
+        "import os, sys, pathlib\n"
         "from zero_recipes.config.recipe import read_recipe_file\n"
-        f"read_recipe_file(pathlib.Path({str(tmp_path / 'r.yaml')!r}))\n"
+        f"os.environ.update(read_recipe_file(pathlib.Path({str(tmp_path / 'r.yaml')!r})).environment)\n"
         "assert 'torch' not in sys.modules\n"
         "import torch\n"
         "print(torch._C._accelerator_getAllocatorSettings())\n"

@@ -19,21 +19,22 @@ from tests.helpers.report_runs import PARAMETERS, on_cpu
 from tests.helpers.sample_cases import strict
 from tests.helpers.tiny import ROOT
 from zero_recipes.core.findings import Finding, PeerFailed, Refusal
+from zero_recipes.core.process import PhaseClock
 from zero_recipes.metrics import schema
-from zero_recipes.metrics.callback import UNFINISHED
 from zero_recipes.metrics.failure import (
     RankFailure,
     cause_of,
     failed_row,
     is_echo,
     keep_failure,
+    not_begun,
     signal_in,
     write_failure,
 )
 from zero_recipes.metrics.probe import RankFigures, continued, percentile_90, steps_not_timed, summarise
-from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics
+from zero_recipes.metrics.schema import FILE
 from zero_recipes.training.divergence import Diverged, StopAtDivergence
-from zero_recipes.training.output import RecipeRun
+from zero_recipes.training.session import Session
 from zero_recipes.training.trainer import NotSaved
 
 OK_ROW = on_cpu("zero1")
@@ -47,9 +48,20 @@ def test_an_unknown_key_is_ignored_and_another_schema_is_not(tmp_path):
     path = tmp_path / "metrics.json"
     path.write_text(json.dumps(OK_ROW | {"of_another_version": 1, "phase_seconds": {"train": 2.0, "logging": 1.0}}))
     assert schema.Metrics.read(path).phase_seconds["train"] == 2.0
-    path.write_text(json.dumps(OK_ROW | {"schema": schema.SCHEMA + 1}))
-    with pytest.raises(schema.ContractError, match=rf"metrics\.json: schema: Input should be {schema.SCHEMA}"):
+    path.write_text(json.dumps(OK_ROW | {"schema": 3}))
+    with pytest.raises(schema.ContractError, match=r"metrics\.json: schema: Input should be 1 or 2"):
         schema.Metrics.read(path)
+
+
+def test_a_run_of_schema_1_that_has_not_finished_is_running():
+    """It had failed with a certain error."""
+    for error, wanted in (
+        (UNFINISHED, ("running", None)),
+        (f"{UNFINISHED}: the model is not saved", ("running", "the model is not saved")),
+        ("ValueError: a row", ("failed", "ValueError: a row")),
+    ):
+        read = schema.Metrics.model_validate(OK_ROW | {"schema": 1, "status": "failed", "error": error})
+        assert (read.status, read.error) == wanted
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_again(tmp_path):
@@ -144,7 +156,7 @@ import zero_recipes, zero_recipes.core, zero_recipes.tools.report
 for package in (zero_recipes.core, zero_recipes.tools.report):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-for name in ("theory.zero_paper", "metrics.schema", "metrics.read_runs", "metrics.failure"):
+for name in ("core.zero_paper", "metrics.schema", "metrics.read_runs", "metrics.failure"):
     importlib.import_module("zero_recipes." + name)
 print(sorted({"torch", "transformers", "trl", "deepspeed", "zero_recipes.tools.plan"} & set(sys.modules)))
 """
@@ -239,7 +251,7 @@ def test_the_first_cause_is_named_whoever_writes_first(order, noise, out_of_memo
     everyone = [cause, failure(1, ValueError("it broke later"), 101.0)]
     everyone += [failure(2 + number, error, 90.0) for number, error in enumerate(noise)]
     losses = [2.0, 1.0, math.nan]
-    unfinished = Metrics(schema=SCHEMA, status="failed", error=UNFINISHED, name="n", strategy="zero2")
+    unfinished = not_begun("n", "zero2")
     with TemporaryDirectory() as name:
         folder = Path(name)
         for number in order:
@@ -279,7 +291,7 @@ def test_a_refusal_that_only_the_launchers_closing_table_holds(tmp_path):
 def run_in(folder, checkpoint=None) -> SimpleNamespace:
     settings = SimpleNamespace(model_name_or_path="m")
     recipe = SimpleNamespace(name="r.yaml", sha256="ab", settings=settings)
-    strategy = SimpleNamespace(name="zero2", zero_stage=2, world_size=2)
+    strategy = SimpleNamespace(name="zero2", zero_stage=2, world_size=2, ds=SimpleNamespace(on_nvme=()))
     about = {"recipe": recipe, "strategy": strategy, "device": "cpu", "precision": "bf16"}
     return SimpleNamespace(output_dir=folder, checkpoint=checkpoint, **about)
 
@@ -294,10 +306,10 @@ def test_a_run_that_is_refused_or_breaks_while_loading(tmp_path, before, resumes
         (folder / FILE).write_text(json.dumps(on_cpu("zero2", status=before)))
     text = (folder / FILE).read_text() if before else None
     run = run_in(folder, "checkpoint-1" if resumes else None)
-    with pytest.raises(Refusal), RecipeRun.hold(run):
+    with pytest.raises(Refusal), Session(run, PhaseClock()):
         raise Refusal([Finding("ZR000", "what", "why", "fix")])
     assert (folder / FILE).read_text() == text if before else not folder.exists()
-    with pytest.raises(MemoryError), RecipeRun.hold(run):
+    with pytest.raises(MemoryError), Session(run, PhaseClock()):
         raise MemoryError("no room")
     left = strict((folder / FILE).read_text())
     if before == "ok" and not resumes:

@@ -1,6 +1,5 @@
 """The phases of a run: each training of a process counts its own time."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from tests.helpers.tiny import llama_config
 from zero_recipes import StageMetricsCallback, ZeroSFTTrainer
 from zero_recipes.core import process
 from zero_recipes.core.process import PhaseClock
-from zero_recipes.engine import group
 from zero_recipes.metrics.schema import FILE, Metrics
 
 ROWS = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 2
@@ -22,10 +20,9 @@ ROWS = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 2
 
 @pytest.fixture
 def now(monkeypatch):
-    """The time in seconds, which passes where a test adds to it; the process is 5 s old."""
+    """The time in seconds, which passes where a test adds to it."""
     now = [100.0]
     monkeypatch.setattr(process, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(process, "CLOCK", PhaseClock(before=5.0))
     return now
 
 
@@ -63,21 +60,17 @@ def test_trainings_of_one_process_each_count_their_own_phases(tmp_path, now, mak
     first.train()
     now[0] += 1000
     second.train()
-    assert phases(first) == {"startup": 5, "train": 20}
+    assert phases(first) == {"train": 20}
     assert phases(second) == {"train": 30}
     second.train()
     assert phases(second) == {"train": 30}, "a second training of the same trainer"
 
 
-def test_a_second_run_of_a_recipe_begins_its_clock_anew(monkeypatch, now):
-    monkeypatch.setattr(group, "CLOCK", process.CLOCK)
-    for name in ("ops_of", "start_process_group", "set_host_threads"):
-        monkeypatch.setattr(group, name, lambda *_: nullcontext())
-    run = SimpleNamespace(strategy=None, device="cpu", settings=SimpleNamespace(ddp_timeout=60))
-    for wanted in ({"startup": 5, "train": 7}, {"train": 7}):
-        with group.session(run):
-            with process.CLOCK.phase("train"):
-                now[0] += 7
-            seconds = process.CLOCK.seconds
+def test_a_run_of_a_recipe_counts_what_came_before_its_clock(now):
+    for before, wanted in ((5.0, {"startup": 7, "train": 7}), (0.0, {"startup": 2, "train": 7})):
+        clock = PhaseClock(before)
+        now[0] += 2
+        with clock.phase("train"):
+            now[0] += 7
+        assert {name: spent for name, spent in clock.seconds.items() if spent} == wanted
         now[0] += 100
-        assert {name: spent for name, spent in seconds.items() if spent} == wanted

@@ -18,10 +18,10 @@ from tests.helpers.faults import FAULTS, TWO, TWO_NODES, Side, ds_config, findin
 from tests.helpers.tiny import ROOT, llama_config, write_experts, write_llama, write_model, write_recipe
 from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.checks.rehearsal import parser_findings
-from zero_recipes.checks.rules import Candidate, options
+from zero_recipes.checks.rules import options
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos
-from zero_recipes.config.recipe import RunConfig
+from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import described, table
 from zero_recipes.core.host import Host
@@ -128,7 +128,7 @@ def test_what_the_parser_refuses_is_found_without_a_trace(tmp_path, monkeypatch,
     path = write_recipe(tmp_path)
     settings, before = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings, state()
     config = ds_config(3) | {"bf16": {"enabled": "auto", "loss_scale": 0}}
-    (finding,) = parser_findings(Candidate(settings, Strategy("zero", 2, DsConfig(config), "c.json"), "cpu", TWO))
+    (finding,) = parser_findings(Run(None, settings, {}, Strategy("zero", 2, DsConfig(config), "c.json"), "cpu", TWO))
     assert finding.code == "ZR199" and "loss_scale" in finding.why and "c.json" in finding.what
     assert state() == before and capfd.readouterr() == ("", "")
 
@@ -171,7 +171,7 @@ def test_room_and_buffers_of_nvme(large, tmp_path):
         config = fill_own_autos(INFINITY, large.replace(nvme_path=str(tmp_path)), 2, {}, lambda: size_of(large))
         config["zero_optimization"]["offload_param"] |= block
         changed = large.replace(deepspeed=config)
-        run = RunConfig(None, changed, {}, resolve_strategy(changed, {"WORLD_SIZE": "2"}, size_of), "cpu", tmp_path)
+        run = Run(None, changed, {}, resolve_strategy(changed, {"WORLD_SIZE": "2"}, size_of), "cpu", {})
         host = Host(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
         return list(nvme_findings(run, [size_of(large)[1]], 2, host))
 

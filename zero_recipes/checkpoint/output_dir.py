@@ -23,10 +23,10 @@ from zero_recipes.checkpoint.resume import (
     numbered,
     requested_in,
     resumes_in,
-    resuming_from,
 )
 from zero_recipes.checkpoint.save import CHECKSUMS, SAVED, is_foreign
-from zero_recipes.config.recipe import RunConfig, Settings
+from zero_recipes.config.recipe import Settings
+from zero_recipes.config.run import Run
 from zero_recipes.core.files import PART
 from zero_recipes.core.findings import Refusal, raise_errors, refusal
 from zero_recipes.core.process import rank, say
@@ -36,7 +36,7 @@ OURS = ("recipe.resolved.yaml", "metrics.json")  # a run leaves at least one of 
 LOCK = ".zero-recipes.lock"
 LOCK_SECONDS = 1.0  # `refuse_in_use` of another start holds the lock for a moment
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-UNFINISHED_STATUS = ("failed", "oom", "diverged", "preempted", "refused")  # of metrics.json
+UNFINISHED_STATUS = ("running", "failed", "oom", "diverged", "preempted", "refused")  # of metrics.json
 # what a run writes into its folder, beside OURS
 WRITTEN = (*(pattern for pattern in SAVED if pattern != "*config.json"), "pytorch_model*.bin", "config.json", CHECKSUMS)
 WRITTEN += ("generation_config.json", "adapter_config.json", "training_args.bin", "README.md", "samples.jsonl")
@@ -167,16 +167,16 @@ def _release(lock: FileLock, output_dir: Path) -> None:
         lock.release()
 
 
-def look_again(run: RunConfig) -> RunConfig:
+def look_again(run: Run) -> Run:
     """The run, to go on from what its folder holds now: another run may have trained in it before this one held it.
     Collective, touches nothing. Raises Refusal."""
     checkpoint = agree(partial(_checkpoint_now, run))[rank()]
     if checkpoint != run.checkpoint:
         say(f"{run.output_dir} has changed: resuming from {checkpoint or 'no checkpoint'}")
-    return resuming_from(run, checkpoint)
+    return run.resuming_from(checkpoint)
 
 
-def _checkpoint_now(run: RunConfig) -> str | None:
+def _checkpoint_now(run: Run) -> str | None:
     """What `preflight` looks at too."""
     settings = run.recipe.settings
     requested = requested_in(run.output_dir, settings)

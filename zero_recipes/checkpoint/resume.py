@@ -5,7 +5,6 @@ safetensors file for each trainable parameter (the master, named fp32, exp_avg, 
 the dtype that the run kept them in) and index.json (groups, Adam's step, the engine's counters).
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -20,7 +19,8 @@ from typing import Any, NamedTuple, Self
 
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import fit_findings, needs_reshard
-from zero_recipes.config.recipe import RunConfig, Settings
+from zero_recipes.config.recipe import Settings
+from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED, Refusal, raise_errors, refusal
 from zero_recipes.core.process import rank, say
@@ -39,12 +39,13 @@ def resumes(requested: object) -> bool:
 
 def requested_in(output_dir: Path, settings: Settings) -> object:
     """`resume_from_checkpoint`; where the recipe does not say, `true` for a run that a signal or a kill has stopped."""
-    requested, metrics = settings.resume_from_checkpoint, output_dir / "metrics.json"
+    requested = settings.resume_from_checkpoint
     if requested is not None or settings.overwrite or not numbered(output_dir):
         return requested
     try:
-        row = json.loads(metrics.read_text())
-        is_stopped = row["status"] == "preempted" or str(row["error"]).startswith(UNFINISHED)
+        row = json.loads((output_dir / "metrics.json").read_text())
+        was_running = row["status"] == "running" or str(row["error"]).startswith(UNFINISHED)  # schema 2, schema 1
+        is_stopped = was_running or row["status"] == "preempted"
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return "true" if is_stopped else None
@@ -172,7 +173,7 @@ def _refuse_not_whole(checkpoint: Path, fault: str | None) -> None:
         raise refusal("ZR707", checkpoint=checkpoint, fault=fault)
 
 
-def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
+def resolve_resume_checkpoint(run: Run) -> Run:
     """The run, to go on from a checkpoint whose contents are what was written. Collective: every rank calls it, and
     each reads its share of the files. Where `resume_from_checkpoint: true` found one whose checksums differ, the one
     before it is taken, as for one that is cut off. Nothing is changed here: the run may still be refused. The caller
@@ -196,18 +197,14 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
         earlier = checkpoint_to_resume(run.output_dir, requested, damaged=damaged)
         if earlier is not None:
             raise_errors(list(fit_findings(earlier, run.settings, run.strategy)))
-        run = resuming_from(run, earlier)
+        run = run.resuming_from(earlier)
     if run.checkpoint is not None and not (run.settings.trust_checkpoint or resumes_in(run.output_dir, run.checkpoint)):
         agree(partial(_refuse_code, Path(run.checkpoint), *share))
     return run
 
 
-def resuming_from(run: RunConfig, checkpoint: str | None) -> RunConfig:
-    return dataclasses.replace(run, settings=run.settings.replace(resume_from_checkpoint=checkpoint))
-
-
 @contextmanager
-def resharded_where_needed(run: RunConfig) -> Iterator[RunConfig]:
+def resharded_where_needed(run: Run) -> Iterator[Run]:
     """The run, to go on from its checkpoint or from that checkpoint spread over these processes. Collective; the caller
     holds the folder. The copy is deleted where it, or anything inside, is refused."""
     if run.checkpoint is None or not needs_reshard(save.read_manifest(Path(run.checkpoint)), run.strategy):
@@ -215,7 +212,7 @@ def resharded_where_needed(run: RunConfig) -> Iterator[RunConfig]:
         return
     checkpoint = Path(run.checkpoint)
     target = checkpoint.with_name(f"{checkpoint.name}-zero{run.strategy.zero_stage}-world{run.strategy.world_size}")
-    run = resuming_from(run, str(target))
+    run = run.resuming_from(str(target))
 
     def reshard() -> None:
         _reshard(checkpoint, run.strategy, target)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_recipes.config.ds_config import DsConfig, number_in
-from zero_recipes.config.recipe import RunConfig, Settings
+from zero_recipes.config.recipe import Settings
+from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
@@ -16,7 +17,7 @@ from zero_recipes.core.zero_paper import ModelState, model_state_bytes
 DEFAULT_BUFFER = 10**8  # elements: deepspeed/runtime/zero/offload_config.py
 
 
-def room_findings(run: RunConfig, config, here: int, host: Host) -> list[Finding]:
+def room_findings(run: Run, config, here: int, host: Host) -> list[Finding]:
     """What depends on the number of parameters, and on a checkpoint's size. `config`: the model's, None where it is not
     at hand; `here`: processes on this machine."""
     from zero_recipes.model import built_or_none
@@ -32,7 +33,7 @@ def room_findings(run: RunConfig, config, here: int, host: Host) -> list[Finding
     ]
 
 
-def memory_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
+def memory_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
     """More host memory than there is: the kernel would kill a process, with exit code -9 and no message."""
     terms = host_terms(run.strategy, run.device, run.settings, config, psi, here)
     limit, source = host.memory()
@@ -41,7 +42,7 @@ def memory_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> 
         yield finding("ZR608", needed=needed, free=free, terms=_sum(terms), psi=psi, here=here, source=source)
 
 
-def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
+def disk_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
     """More to save than the disk takes: the run would end at its first checkpoint or, trained, at its last line."""
     from zero_recipes.checkpoint.output_dir import previous_of, saved_in
 
@@ -56,7 +57,7 @@ def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> It
         yield finding("ZR609", folder=run.output_dir, needed=needed, free=units.size(free), terms=_sum(terms))
 
 
-def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -> Iterator[Finding]:
+def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iterator[Finding]:
     """Room on the disk, and buffers that fit. `sizes`: elements of each tensor of the model."""
     strategy = run.strategy
     config, world = strategy.ds_config, strategy.world_size

@@ -5,8 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.checks.rules import Candidate, conditions, options
+from zero_recipes.checks.rules import bare_model, conditions, options
 from zero_recipes.config.ds_config import BLOCKS, parsed_zero, quiet
+from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, finding
 
 # blocks that DeepSpeed names outside runtime/constants.py
@@ -20,7 +21,7 @@ BLOCK = 25_000_000  # elements of a reduce bucket: below it messages are too sma
 MOSTLY_LOST = 1e-4  # learning rates up to here: benchmarks/results/bf16_states.json
 
 
-def deepspeed_findings(run: Candidate) -> list[Finding]:
+def deepspeed_findings(run: Run) -> list[Finding]:
     """All findings about the DeepSpeed configuration."""
     if not run.strategy.is_deepspeed:
         return []
@@ -28,12 +29,12 @@ def deepspeed_findings(run: Candidate) -> list[Finding]:
     return found + strategy_findings(run)
 
 
-def strategy_findings(run: Candidate) -> list[Finding]:
+def strategy_findings(run: Run) -> list[Finding]:
     """Those that a plan needs: about the DeepSpeed configuration, without a model or a folder to save to."""
     return [*conditions(_stops(run), _silent(run)), *_zero_plus_plus(run), *_nvme(run)]
 
 
-def _stops(run: Candidate) -> dict[str, Any]:
+def _stops(run: Run) -> dict[str, Any]:
     """{name in options.yaml: whether the run would stop on it once the weights are loaded}."""
     settings, ds, stage = run.settings, run.ds, run.stage
     scatters = ds.zero.get("reduce_scatter", True)
@@ -74,7 +75,7 @@ def _stops(run: Candidate) -> dict[str, Any]:
     }
 
 
-def _silent(run: Candidate) -> dict[str, Any]:
+def _silent(run: Run) -> dict[str, Any]:
     """{name in options.yaml: whether the run would be another one than the recipe says}."""
     settings, ds, stage = run.settings, run.ds, run.stage
     hpz = ds.hpz_partition_size not in (1, "auto") and stage == 3
@@ -94,15 +95,15 @@ def _silent(run: Candidate) -> dict[str, Any]:
     }
 
 
-def _optimizer_type(run: Candidate) -> str:
+def _optimizer_type(run: Run) -> str:
     return str((run.ds.optimizer or {}).get("type")).lower()
 
 
-def _has_adam_block(run: Candidate) -> bool:
+def _has_adam_block(run: Run) -> bool:
     return _optimizer_type(run) in ADAMS and not run.value("optimizer.params.torch_adam")
 
 
-def _is_cpu_adam(run: Candidate) -> bool:
+def _is_cpu_adam(run: Run) -> bool:
     if run.ds.optimizer is not None:
         return _has_adam_block(run)
     optim = run.settings.optim
@@ -110,13 +111,13 @@ def _is_cpu_adam(run: Candidate) -> bool:
     return bool(forced) and str(getattr(optim, "value", optim)).startswith("adamw_torch")
 
 
-def _divides_by_8(run: Candidate) -> bool:
+def _divides_by_8(run: Run) -> bool:
     """Whether each tensor's part on a rank does; stage 3 rounds parts up."""
-    sizes = [] if run.model is None else [p.numel() for p in run.model.parameters()]
+    sizes = [] if bare_model(run) is None else [p.numel() for p in bare_model(run).parameters()]
     return not any(-(-size // run.world_size) % 8 for size in sizes)
 
 
-def _left_out(run: Candidate) -> Iterator[Finding]:
+def _left_out(run: Run) -> Iterator[Finding]:
     """What the ds_config leaves out, where DeepSpeed would do otherwise than the recipe in silence, or stop late. A
     precision's block at stage 3 only: below, accelerate (utils/dataclasses.py, set_mixed_precision) adds it in time."""
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
@@ -140,7 +141,7 @@ def _left_out(run: Candidate) -> Iterator[Finding]:
         yield finding("ZR213", source=run.strategy.source, missing=", ".join(missing))
 
 
-def _schedule(run: Candidate) -> Iterator[Finding]:
+def _schedule(run: Run) -> Iterator[Finding]:
     parameters, steps = run.value("scheduler.params") or {}, run.settings.max_steps
     if run.value("scheduler.type") in LOG_WARMUP and "warmup_type" not in parameters:
         yield finding("ZR216", type=run.value("scheduler.type"), source=run.strategy.source)
@@ -151,7 +152,7 @@ def _schedule(run: Candidate) -> Iterator[Finding]:
         yield finding("ZR294", learning_rate=run.settings.learning_rate)
 
 
-def _without_effect(run: Candidate) -> Iterator[Finding]:
+def _without_effect(run: Run) -> Iterator[Finding]:
     found = {key: "DeepSpeed has no such key" for key in sorted(set(run.ds.raw) - top_level_keys())}
     found |= {
         key: reason
@@ -165,13 +166,13 @@ def _without_effect(run: Candidate) -> Iterator[Finding]:
         yield finding("ZR239")
 
 
-def _small_buckets(run: Candidate) -> Iterator[Finding]:
+def _small_buckets(run: Run) -> Iterator[Finding]:
     """Of "auto", which transformers fills in with the square of the hidden size (integrations/deepspeed.py)."""
     square = getattr(run.config, "hidden_size", BLOCK) ** 2
     filled = {} if run.settings.use_peft or not run.stage else {"reduce_bucket_size": square}
     filled |= {"stage3_prefetch_bucket_size": int(0.9 * square)} if run.stage == 3 else {}
     for key, elements in filled.items():
-        if run.ds.zero.get(key) == "auto" and run.world_size > 1 and elements < BLOCK and run.model is not None:
+        if run.ds.zero.get(key) == "auto" and run.world_size > 1 and elements < BLOCK and bare_model(run) is not None:
             yield finding("ZR860", key=key, source=run.strategy.source, elements=elements)
 
 
@@ -190,7 +191,7 @@ def zero_keys() -> set[str]:
     return {alias for name, field in fields for alias in (name, field.alias) if alias}
 
 
-def _zero_plus_plus(run: Candidate) -> Iterator[Finding]:
+def _zero_plus_plus(run: Run) -> Iterator[Finding]:
     """ZeRO++ where it does nothing. The group of hpZ is cut to the processes as in utils/groups.py."""
     keys = [key for key in ("zero_quantized_weights", "zero_quantized_gradients") if run.ds.zero.get(key)]
     one_node = run.ranks_per_node >= run.world_size
@@ -204,7 +205,7 @@ def _zero_plus_plus(run: Candidate) -> Iterator[Finding]:
         yield finding("ZR224", size=hpz, world_size=run.world_size)
 
 
-def _nvme(run: Candidate) -> Iterator[Finding]:
+def _nvme(run: Run) -> Iterator[Finding]:
     for key in run.ds.on_nvme:
         path = run.ds.offload_block(key).get("nvme_path")
         if path in (None, "auto") or not Path(path).is_dir():
@@ -213,13 +214,13 @@ def _nvme(run: Candidate) -> Iterator[Finding]:
         yield finding("ZR230", save_strategy=run.settings.save_strategy, named=" and ".join(run.ds.on_nvme))
 
 
-def _separate_experts(run: Candidate) -> Iterator[Finding]:
+def _separate_experts(run: Run) -> Iterator[Finding]:
     """Mixtures that have a module for each expert; transformers' own hold a layer's experts in one tensor. A layer that
     DeepSpeed or accelerate knows for a leaf module is gathered whole. They mark it by the same functions."""
     mixture = run.config is not None and any("expert" in key for key in run.config.to_dict())
-    if not (run.stage and run.world_size > 1 and mixture) or run.model is None:
+    if not (run.stage and run.world_size > 1 and mixture) or bare_model(run) is None:
         return
-    layers = [module for module in run.model.modules() if _has_separate_experts(module)]
+    layers = [module for module in bare_model(run).modules() if _has_separate_experts(module)]
     if run.stage == 3:
         from deepspeed.utils import z3_leaf_module
 
@@ -239,7 +240,7 @@ def _has_separate_experts(module) -> bool:
     return any("expert" in name and isinstance(c, lists) and len(c) > 1 for name, c in module.named_children())
 
 
-def _mark_leaf_modules(run: Candidate) -> None:
+def _mark_leaf_modules(run: Run) -> None:
     from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
     from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 
@@ -248,4 +249,4 @@ def _mark_leaf_modules(run: Candidate) -> None:
     classes = [*leaf.classes, *(name.strip() for name in launched.split(",") if name.strip())]
     names = [name.removeprefix("base_model.model.") for name in leaf.names]  # LoRA's, whose modules are not here
     with quiet():  # it warns of classes that only other models have
-        apply_zero_leaf_module_config(run.model, leaf.model_copy(update={"classes": classes, "names": names}))
+        apply_zero_leaf_module_config(bare_model(run), leaf.model_copy(update={"classes": classes, "names": names}))

@@ -12,7 +12,8 @@ from pathlib import Path
 from huggingface_hub import constants, get_session
 
 from zero_recipes.checks.capacity import room_findings
-from zero_recipes.config.recipe import RunConfig, Settings
+from zero_recipes.config.recipe import Settings
+from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Gpu, Host
@@ -26,7 +27,7 @@ BF16_FROM = (8, 0)  # NVIDIA's CUDA programming guide, compute capabilities: ari
 
 
 def machine_findings(
-    run: RunConfig, config, environment: Mapping[str, str], host: Host, rehearsal: str | bool
+    run: Run, config, environment: Mapping[str, str], host: Host, rehearsal: str | bool
 ) -> list[Finding]:
     """All findings about this machine for one run. `config`: the model's, None where it is not at hand; `environment`:
     the launcher's, for the processes that it starts.

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from zero_recipes.config.recipe import RunConfig
+from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
 from zero_recipes.core.host import Gpu, card_named
-from zero_recipes.core.process import CLOCK, local_world_size, rank
+from zero_recipes.core.process import local_world_size, rank
 from zero_recipes.engine.group import agree, once
 from zero_recipes.metrics.schema import PredictedMetrics
 
@@ -25,7 +25,7 @@ Answer = Callable[[], tuple[dict[str, Any] | None, list[Finding]]]
 
 
 @contextmanager
-def planning(run: RunConfig) -> Iterator[Callable[[], PredictedMetrics | None]]:
+def planning(run: Run) -> Iterator[Callable[[], PredictedMetrics | None]]:
     """Start the plan; what is yielded waits for it. All ranks call both.
 
     On an accelerator, unless the recipe has `skip_plan: true`; on CPUs where it has `predict: true`. Rank 0 plans, for
@@ -35,8 +35,7 @@ def planning(run: RunConfig) -> Iterator[Callable[[], PredictedMetrics | None]]:
     if not (run.settings.predict or _is_compared_with_gpus(run)):
         yield lambda: None
         return
-    with CLOCK.phase("data"):
-        cards = agree(card) if _is_compared_with_gpus(run) else []
+    cards = agree(card) if _is_compared_with_gpus(run) else []
     with _planner(run, os.environ, cards) if rank() == 0 else nullcontext() as answer:
 
         def result() -> PredictedMetrics | None:
@@ -46,14 +45,13 @@ def planning(run: RunConfig) -> Iterator[Callable[[], PredictedMetrics | None]]:
                 print(*findings, sep="\n", end="\n" * bool(findings), flush=True)
                 return predicted
 
-            with CLOCK.phase("data"):
-                found = once(predicted, "plans the run")
+            found = once(predicted, "plans the run")
             return found and PredictedMetrics.model_validate(found)
 
         yield result
 
 
-def rehearsed(run: RunConfig, environment: Mapping[str, str], gpu: Gpu | None = None) -> list[Finding]:
+def rehearsed(run: Run, environment: Mapping[str, str], gpu: Gpu | None = None) -> list[Finding]:
     """What the run would be refused for, or warned of, on this machine's GPUs or on such cards that are free."""
     if not _is_compared_with_gpus(run):
         return []
@@ -68,7 +66,7 @@ def rehearsed(run: RunConfig, environment: Mapping[str, str], gpu: Gpu | None = 
         return answer()[1]
 
 
-def _is_compared_with_gpus(run: RunConfig) -> bool:
+def _is_compared_with_gpus(run: Run) -> bool:
     return run.device == "cuda" and not run.settings.skip_plan
 
 
@@ -82,7 +80,7 @@ def card(index: int | None = None) -> dict[str, Any]:
 
 
 @contextmanager
-def _planner(run: RunConfig, environment: Mapping[str, str], cards: Sequence[dict[str, Any]]) -> Iterator[Answer]:
+def _planner(run: Run, environment: Mapping[str, str], cards: Sequence[dict[str, Any]]) -> Iterator[Answer]:
     """zero_recipes/tools/plan/of_run.py in a process of its own, which is killed when this is left."""
     print(f"plan          planning, up to {SECONDS:.0f} s", flush=True)
     strategy, here = run.strategy, local_world_size(environment, run.strategy.world_size)

@@ -15,98 +15,158 @@ from zero_recipes.checkpoint.resume import batch_kept, checkpoint_to_resume, req
 from zero_recipes.checks.deepspeed_rules import deepspeed_findings
 from zero_recipes.checks.machine import driver_findings, gpu_findings, machine_findings, offline_where_unreachable
 from zero_recipes.checks.rehearsal import fill_auto, parser_findings, trainer_findings
-from zero_recipes.checks.rules import Candidate, rule_findings
-from zero_recipes.config import keys
-from zero_recipes.config import recipe as recipes
-from zero_recipes.config import strategy as strategies
+from zero_recipes.checks.rules import rule_findings
 from zero_recipes.config.accelerate import launch_key_findings, launch_of, launcher_findings
-from zero_recipes.config.keys import ignore_findings, recipe_findings
-from zero_recipes.config.recipe import RecipeFile, RunConfig, steps_by_epochs
+from zero_recipes.config.keys import ignore_findings, key_types, recipe_findings
+from zero_recipes.config.recipe import Recipe, RecipeFile, derive_accumulation, parse_recipe, steps_by_epochs
+from zero_recipes.config.run import Run, choose_device, refuse_uneven_gpus, settings_in_force
+from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes, library_error_as_finding
-from zero_recipes.core.host import Host
+from zero_recipes.core.host import Gpu, Host
 from zero_recipes.data.load import refuse_data_at_hand
 from zero_recipes.model import load_config, size_of
+
+DATA_KEYS = {"dataset_name", "datasets"}
 
 
 @library_error_as_finding("checking the recipe")
 def preflight(
-    path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str], rehearsal=False, gpu=None
-):
-    """(the run, or None where it cannot be put together; all findings). `environment` is the launcher's: os.environ in
-    a run. A key with a finding is left out, and the rest goes on, so that all findings come at once; errors that the
-    recipe ignores come as warnings. `rehearsal`: nothing will start here and now (zero-recipes check). `gpu`: nor on
-    this machine but on such cards."""
-    known = keys.key_types()
-    findings = list(launch_key_findings(path, mapping, environment))
-    own = {key: value for key, value in mapping.items() if key not in launch_of(mapping)}
-    findings += recipe_findings(str(path), own, mapping.lines)
-    wrong = {finding.key for finding in findings if finding.level == "error"}
-    sound = RecipeFile({key: value for key, value in mapping.items() if key in known and key not in wrong})
-    sound.lines = mapping.lines
-    recipe = _attempt(findings, recipes.parse_recipe, path, sound, overrides)
+    path: Path,
+    mapping: RecipeFile,
+    overrides: list[str],
+    environment: Mapping[str, str],
+    rehearsal: bool = False,
+    gpu: Gpu | None = None,
+) -> tuple[Run | None, list[Finding]]:
+    """(the run, or None where it cannot be put together; all findings).
+
+    Errors that the recipe ignores come as warnings.
+    `environment`: the launcher's; os.environ in a run.
+    `rehearsal`: nothing will start here and now (zero-recipes check).
+    `gpu`: nor on this machine, but on such cards.
+    """
+    checks = Preflight(environment, rehearsal, gpu)
+    recipe = checks.read(path, mapping, overrides)
     if recipe is None:
-        return None, findings
-    findings += ignore_findings(recipe.settings.ignore)
-    ignored = ignored_codes(recipe.settings.ignore)
-    findings += offline_where_unreachable(recipe.settings)
-    device = recipes.choose_device(recipe.settings.use_cpu or gpu is not None)
-    device = "cuda" if gpu and not recipe.settings.use_cpu else device
-    findings += driver_findings(recipe.settings.use_cpu or gpu is not None, Host())
-    findings += launcher_findings(environment, recipe.settings.precision)
-    placed = recipe.settings.replace(use_cpu=device == "cpu")
-    strategy = _attempt(findings, strategies.resolve_strategy, placed, environment, size_of)
-    accumulation, requested = None, requested_in(recipe.output_dir, recipe.settings)
-    kept: dict[str, int] = {}
-    if strategy is not None:
-        resumed = (recipe.output_dir, requested, requested_batch(recipe.settings), strategy.world_size)
-        kept = _attempt(findings, batch_kept, *resumed) or {}
-    if strategy is not None and not kept:
-        batch = (recipe.settings, recipe.explicit, strategy.replicas)
-        accumulation = _attempt(findings, recipes.derive_accumulation, *batch)
-    settings, explicit = recipes.settings_in_force(recipe, strategy, device, accumulation)
-    settings, explicit = settings.replace(resume_from_checkpoint=requested, **kept), explicit | kept
-    if settings.disable_tqdm is None:  # a moving bar on a terminal, one line per `logging_steps` elsewhere
-        settings = settings.replace(disable_tqdm=not sys.stderr.isatty())
-    output_dir = Path(settings.output_dir)
-    config = _attempt(findings, load_config, settings)
-    if strategy is not None:
-        candidate = Candidate(settings, strategy, device, environment, config)
-        if gpu is None:
-            _attempt(findings, recipes.refuse_uneven_gpus, strategy, device, environment)
-        findings += [*rule_findings(candidate), *deepspeed_findings(candidate)]
-        findings += parser_findings(candidate) if strategy.is_deepspeed else []
-    ds_config = strategy.ds_config.raw if strategy is not None and strategy.is_deepspeed else {}
-    # TF32 and flash attention are judged by the card, not by this machine
-    rehearsed = settings.replace(tf32=None, attn_implementation="sdpa") if gpu else settings
-    findings += gpu_findings(settings, gpu) if gpu and device == "cuda" else []
-    findings += trainer_findings(rehearsed, config, ds_config, str(path))
-    if not wrong & {"dataset_name", "datasets"}:
-        _attempt(findings, refuse_data_at_hand, settings, bool(rehearsal) and not constants.is_offline_mode())
-    _attempt(findings, refuse_in_use, output_dir)
-    inputs = inputs_of(recipe.settings, recipe.path, environment)
-    _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite, inputs)
-    resume = (output_dir, settings.resume_from_checkpoint, settings.overwrite)
-    checkpoint = _attempt(findings, checkpoint_to_resume, *resume)
-    settings = settings.replace(resume_from_checkpoint=checkpoint)
-    if strategy is None:
-        return None, downgraded(findings, ignored)
-    if checkpoint is not None:
-        findings += fit_findings(checkpoint, settings, strategy)
-    run = RunConfig(recipe, settings, MappingProxyType(explicit), strategy, device, output_dir)
-    elsewhere = device == "cpu" and not recipe.settings.use_cpu
-    if gpu is None:
-        place = rehearsal and ("elsewhere" if elsewhere else "here")
-        findings += machine_findings(run, config, environment, Host(), place)
-    return run, downgraded(findings, ignored)
+        return None, checks.findings
+    run = checks.decide(recipe)
+    return run, downgraded(checks.findings, ignored_codes(recipe.settings.ignore))
 
 
-def _attempt(findings: list[Finding], check: Callable, *arguments: Any) -> Any:
-    """What `check` returns; None where it refuses, whose findings are added."""
-    with collected(findings):
-        return check(*arguments)
+class Preflight:
+    """The findings so far. What is refused is left out, and the rest goes on: all findings come at once."""
+
+    def __init__(self, environment: Mapping[str, str], rehearsal: bool, gpu: Gpu | None):
+        self.environment = environment
+        self.rehearsal = rehearsal
+        self.gpu = gpu
+        self.findings: list[Finding] = []
+
+    def attempt(self, check: Callable, *arguments: Any) -> Any:
+        """What `check` returns; None where it refuses, whose findings are added."""
+        with collected(self.findings):
+            return check(*arguments)
+
+    def read(self, path: Path, mapping: RecipeFile, overrides: list[str]) -> Recipe | None:
+        """The recipe without the keys that have an error."""
+        self.findings += launch_key_findings(path, mapping, self.environment)
+        launch_keys = launch_of(mapping)
+        own = {key: value for key, value in mapping.items() if key not in launch_keys}
+        self.findings += recipe_findings(str(path), own, mapping.lines)
+        self.wrong_keys = {finding.key for finding in self.findings if finding.level == "error"}
+        known = key_types()
+        sound = {key: value for key, value in mapping.items() if key in known and key not in self.wrong_keys}
+        sound_file = RecipeFile(sound)
+        sound_file.lines = mapping.lines
+        return self.attempt(parse_recipe, path, sound_file, overrides)
+
+    def decide(self, recipe: Recipe) -> Run | None:
+        """What recipe, launcher and machine make of each other."""
+        elsewhere = self.gpu is not None
+        asked = recipe.settings
+        self.findings += ignore_findings(asked.ignore)
+        self.findings += offline_where_unreachable(asked)
+        device = choose_device(asked.use_cpu or elsewhere)
+        if elsewhere and not asked.use_cpu:
+            device = "cuda"
+        self.findings += driver_findings(asked.use_cpu or elsewhere, Host())
+        self.findings += launcher_findings(self.environment, asked.precision)
+        placed = asked.replace(use_cpu=device == "cpu")
+        strategy = self.attempt(resolve_strategy, placed, self.environment, size_of)
+        settings, explicit = self.settings_of(recipe, strategy, device)
+        config = self.attempt(load_config, settings)
+        run = None
+        if strategy is not None:
+            run = Run(recipe, settings, explicit, strategy, device, self.environment, config)
+            self.check_rules(run)
+        self.check_objects(settings, strategy, config, device, recipe.path)
+        checkpoint = self.check_folder(recipe, settings)
+        if run is None:
+            return None
+        run = run.resuming_from(checkpoint)
+        if checkpoint is not None:
+            self.findings += fit_findings(checkpoint, run.settings, strategy)
+        if not elsewhere:
+            self.check_machine(run)
+        return run
+
+    def settings_of(self, recipe: Recipe, strategy: Strategy | None, device: str):
+        """(every key in force, those named or derived). A checkpoint to go on from keeps its batch."""
+        requested = requested_in(recipe.output_dir, recipe.settings)
+        kept: dict[str, int] = {}
+        accumulation = None
+        if strategy is not None:
+            batch = requested_batch(recipe.settings)
+            kept = self.attempt(batch_kept, recipe.output_dir, requested, batch, strategy.world_size) or {}
+            if not kept:
+                accumulation = self.attempt(derive_accumulation, recipe.settings, recipe.explicit, strategy.replicas)
+        settings, explicit = settings_in_force(recipe, strategy, device, accumulation)
+        settings = settings.replace(resume_from_checkpoint=requested, **kept)
+        if settings.disable_tqdm is None:  # a moving bar on a terminal, one line per `logging_steps` elsewhere
+            settings = settings.replace(disable_tqdm=not sys.stderr.isatty())
+        return settings, MappingProxyType({**explicit, **kept})
+
+    def check_rules(self, run: Run) -> None:
+        if self.gpu is None:
+            self.attempt(refuse_uneven_gpus, run.strategy, run.device, self.environment)
+        self.findings += rule_findings(run)
+        self.findings += deepspeed_findings(run)
+        if run.strategy.is_deepspeed:
+            self.findings += parser_findings(run)
+
+    def check_objects(self, settings, strategy: Strategy | None, config, device: str, path: Path) -> None:
+        """What the card and the libraries' own objects refuse."""
+        if self.gpu is not None:
+            if device == "cuda":
+                self.findings += gpu_findings(settings, self.gpu)
+            # TF32 and flash attention are judged by the card, not by this machine
+            settings = settings.replace(tf32=None, attn_implementation="sdpa")
+        ds_config: Mapping[str, Any] = {}
+        if strategy is not None and strategy.is_deepspeed:
+            ds_config = strategy.ds_config.raw
+        self.findings += trainer_findings(settings, config, ds_config, str(path))
+
+    def check_folder(self, recipe: Recipe, settings) -> str | None:
+        """The checkpoint to go on from. Data and output folder are looked at; nothing is touched."""
+        if not self.wrong_keys & DATA_KEYS:
+            asks_hub = self.rehearsal and not constants.is_offline_mode()
+            self.attempt(refuse_data_at_hand, settings, asks_hub)
+        output_dir = Path(settings.output_dir)
+        requested = settings.resume_from_checkpoint
+        self.attempt(refuse_in_use, output_dir)
+        inputs = inputs_of(recipe.settings, recipe.path, self.environment)
+        self.attempt(refuse_occupied, output_dir, requested, settings.overwrite, inputs)
+        return self.attempt(checkpoint_to_resume, output_dir, requested, settings.overwrite)
+
+    def check_machine(self, run: Run) -> None:
+        place: str | bool = False
+        if self.rehearsal:
+            lacks_gpu = run.device == "cpu" and not run.recipe.settings.use_cpu
+            place = "elsewhere" if lacks_gpu else "here"
+        self.findings += machine_findings(run, run.config, self.environment, Host(), place)
 
 
-def resolved_ds_config(run: RunConfig, rows: int | None = None) -> dict[str, Any] | None:
+def resolved_ds_config(run: Run, rows: int | None = None) -> dict[str, Any] | None:
     """The DeepSpeed configuration with each "auto" that transformers fills in; None without DeepSpeed. `rows`: of the
     training split; without it the total_num_steps of a scheduler stays "auto" in a run by epochs."""
     if run.strategy.ds_config is None:

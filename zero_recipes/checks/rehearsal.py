@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from zero_recipes.checks.rules import Candidate
+from zero_recipes.checks.rules import bare_model
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import fill_own_autos, quiet
 from zero_recipes.config.recipe import Settings
+from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, collected, library_error_as_finding
 from zero_recipes.engine.huggingface import rows_are_cut, single_process_env, without_deepspeed_announcement
 from zero_recipes.model import adapter_config, rehearse_model
@@ -127,7 +128,7 @@ def _optimizer(trainer):
     return kind(parameters, **keywords)
 
 
-def parser_findings(run: Candidate) -> list[Finding]:
+def parser_findings(run: Run) -> list[Finding]:
     """What transformers, accelerate and DeepSpeed would raise at the ds_config while the engine is built. No process
     group is needed. Nothing is printed, and no state of the libraries changes."""
     findings: list[Finding] = []
@@ -165,7 +166,7 @@ def fill_auto(config: dict[str, Any], settings: Settings, world_size: int):
     return filled, arguments
 
 
-def _handed_over(run: Candidate) -> dict[str, Any]:
+def _handed_over(run: Run) -> dict[str, Any]:
     """The mapping that DeepSpeedConfig gets. Raises what the libraries raise on the way: transformers at values that
     contradict the run (trainer_config_finalize), which a run would meet with the model loaded."""
     from accelerate.utils import DeepSpeedPlugin, clear_environment
@@ -182,8 +183,8 @@ def _handed_over(run: Candidate) -> dict[str, Any]:
     with clear_environment():  # the launcher's variables have been read
         layers = run.environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
         plugin = DeepSpeedPlugin(hf_ds_config=filled, transformer_moe_cls_names=layers)
-        if layers is not None and run.model is not None:
-            plugin.set_moe_leaf_modules(run.model)
+        if layers is not None and bare_model(run) is not None:
+            plugin.set_moe_leaf_modules(bare_model(run))
         plugin.set_mixed_precision({"fp32": "no"}.get(settings.precision, settings.precision))
     size = getattr(model.config, "hidden_size", HIDDEN_SIZE)
     plugin.deepspeed_config_process(  # accelerate, accelerator.py, _prepare_deepspeed

@@ -4,25 +4,24 @@ What a library refuses before weights are loaded has no rule: the rehearsal make
 of rules that are no more than a condition are in options.yaml.
 """
 
+import functools
 import importlib.util
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from huggingface_hub import constants, get_token
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import Settings
-from zero_recipes.config.strategy import Strategy, sequence_parallel_findings
+from zero_recipes.config.run import Run
+from zero_recipes.config.strategy import sequence_parallel_findings
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.core.process import local_world_size
 from zero_recipes.engine.huggingface import attention_kernel
 from zero_recipes.model import built_or_none
 
@@ -30,75 +29,52 @@ from zero_recipes.model import built_or_none
 options = partial(package_yaml, __package__, "options.yaml")
 
 
-@dataclass(frozen=True)
-class Candidate:
-    settings: Settings  # the keys in force
-    strategy: Strategy
-    device: str  # "cpu" or "cuda"
-    environment: Mapping[str, str]  # the launcher's
-    config: Any = None  # the model's configuration; None where it is not at hand, which is refused elsewhere
-
-    @property
-    def ds(self) -> DsConfig:
-        return self.strategy.ds
-
-    @property
-    def stage(self) -> int | None:
-        """None without DeepSpeed."""
-        return self.strategy.zero_stage
-
-    @property
-    def world_size(self) -> int:
-        return self.strategy.world_size
-
-    @property
-    def ranks_per_node(self) -> int:
-        return local_world_size(self.environment, self.world_size)
-
-    @cached_property
-    def model(self):
-        """The model without memory; None where its configuration is not at hand, or its class cannot be built so."""
-        return None if self.config is None else built_or_none(self.config, self.settings.trust_remote_code)
-
-    def value(self, path: str) -> Any:
-        """What the DeepSpeed configuration has at "zero_optimization.stage"; None where it has nothing."""
-        block: Any = self.ds.raw
-        for key in path.split("."):
-            block = block.get(key) if isinstance(block, Mapping) else None
-        return block
-
-
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
 RUN_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def rule_findings(run: Candidate) -> list[Finding]:
+@functools.lru_cache(maxsize=1)
+def bare_model(run: Run) -> PreTrainedModel | None:
+    """The model without memory. None where its configuration is not at hand, or its class cannot be built so."""
+    if run.config is None:
+        return None
+    return built_or_none(run.config, run.settings.trust_remote_code)
+
+
+def rule_findings(run: Run) -> Iterator[Finding]:
     """All findings about keys that do not go together; those of the ds_config are deepspeed_findings."""
-    settings, epochs = run.settings, run.settings.num_train_epochs
-    return [
-        *conditions(stops_late(run), silent(run)),
+    settings = run.settings
+    epochs = settings.num_train_epochs
+    yield from conditions(stops_late(run), silent(run))
+    if settings.max_steps <= 0 and not 0 < epochs < math.inf:
         # a run of no step saves the model as it was; one without end never saves it
-        *([] if settings.max_steps > 0 or 0 < epochs < math.inf else [finding("ZR162", epochs=epochs)]),
-        *packing(run),
-        *processes(run),
-        *([] if settings.average_tokens_across_devices or run.world_size == 1 else [finding("ZR194")]),
-        *([finding("ZR318")] if run.device != "cpu" and (run.strategy.fsdp_config or {}).get("cpu_offload") else []),
-        *([finding("ZR416")] if settings.load_in_4bit and run.stage == 3 else []),
-        *sequence_parallel_findings(settings, run.strategy, run.device, run.config),
-    ]
+        yield finding("ZR162", epochs=epochs)
+    yield from packing(run)
+    yield from processes(run)
+    if run.world_size > 1 and not settings.average_tokens_across_devices:
+        yield finding("ZR194")
+    if run.device != "cpu" and (run.strategy.fsdp_config or {}).get("cpu_offload"):
+        yield finding("ZR318")
+    if settings.load_in_4bit and run.stage == 3:
+        yield finding("ZR416")
+    yield from sequence_parallel_findings(settings, run.strategy, run.device, run.config)
 
 
 def conditions(stops: dict[str, Any], silently: dict[str, Any]) -> Iterator[Finding]:
     """The findings whose condition holds, with the texts of options.yaml."""
-    for text in (options()["stops_late"][name] for name, holds in stops.items() if holds):
-        yield finding("ZR192", option=text["option"], why=text["why"], fix=text["fix"])
-    for text in (options()["silent"][name] for name, holds in silently.items() if holds):
-        yield finding("ZR193", option=text["option"], why=text["why"], fix=text["fix"])
+    texts = options()
+    for name, holds in stops.items():
+        if holds:
+            yield finding("ZR192", **texts["stops_late"][name])
+    for name, holds in silently.items():
+        if holds:
+            yield finding("ZR193", **texts["silent"][name])
 
 
-def stops_late(run: Candidate) -> dict[str, Any]:
+def stops_late(run: Run) -> dict[str, Any]:
     """{name in options.yaml: whether the run would stop on it once the weights are loaded}."""
-    settings, fsdp = run.settings, run.strategy.is_fsdp
+    settings = run.settings
+    fsdp = run.strategy.is_fsdp
     quantized = settings.load_in_4bit or settings.load_in_8bit
     liger = settings.use_liger_kernel
     template = settings.chat_template_path
@@ -121,37 +97,56 @@ def stops_late(run: Candidate) -> dict[str, Any]:
     }
 
 
-def silent(run: Candidate) -> dict[str, Any]:
+def silent(run: Run) -> dict[str, Any]:
     """{name in options.yaml: whether the run would go on, and be another one than the recipe says}."""
-    settings, storage = run.settings, str(run.settings.bnb_4bit_quant_storage or "uint8")
-    quantized = settings.load_in_4bit or settings.load_in_8bit
-    dtype, loading = RUN_DTYPES.get(settings.precision), settings.accelerator_config
-    adapter = {"peft_type": "LORA", "init_lora_weights": True} | (settings.peft_config or {})
-    own_groups = re.search("galore|apollo|lomo", str(settings.optim).lower())
+    settings = run.settings
+    streams = settings.dataset_streaming or settings.streaming
+    loading = settings.accelerator_config
+    loads_uneven = isinstance(loading, dict) and loading.get("even_batches") is False  # or it is a path
     return {
         "hub_strategy": settings.push_to_hub and settings.hub_strategy not in ("every_save", "end"),
         "jit_checkpoint": settings.enable_jit_checkpoint,
-        "even_batches": run.world_size > 1
-        and not settings.dataset_streaming
-        and isinstance(loading, dict)  # or a path
-        and loading.get("even_batches") is False,
-        "stream_workers": (settings.dataset_streaming or settings.streaming) and settings.dataloader_num_workers > 1,
+        "even_batches": loads_uneven and run.world_size > 1 and not settings.dataset_streaming,
+        "stream_workers": streams and settings.dataloader_num_workers > 1,
         "eval_packing": settings.eval_packing and settings.evaluates and not settings.joined_by,
+        **silent_about_adapters(run),
+        **silent_about_quantization(run),
+    }
+
+
+def silent_about_adapters(run: Run) -> dict[str, Any]:
+    settings = run.settings
+    adapter = {"peft_type": "LORA", "init_lora_weights": True} | (settings.peft_config or {})
+    is_lora = adapter["peft_type"] == "LORA"
+    tried_types = ["LORA", "OFT"]
+    if run.stage != 3:
+        tried_types.append("MISS")
+    is_tried = adapter["peft_type"] in tried_types
+    begins_as_tried = str(adapter["init_lora_weights"]) in ("True", "gaussian", "orthogonal")
+    has_own_groups = re.search("galore|apollo|lomo", str(settings.optim).lower())
+    takes_groups = settings.use_peft and is_lora and not run.value("optimizer") and not has_own_groups
+    return {
         "adapter_alone": settings.peft_config and not settings.use_peft,
-        "adapter_not_tried": adapter["peft_type"] not in ("LORA", "OFT", "MISS" if run.stage != 3 else None)
-        or str(adapter["init_lora_weights"]) not in ("True", "gaussian", "orthogonal"),
-        "loraplus": settings.loraplus_lr_ratio is not None
-        and (not settings.use_peft or adapter["peft_type"] != "LORA" or run.value("optimizer") or own_groups),
-        "quantizes_nothing": quantized and run.model is not None and not has_quantizable_layers(run.model),
-        "quantized_random": quantized and settings.random_weights,
+        "adapter_not_tried": not (is_tried and begins_as_tried),
+        "loraplus": settings.loraplus_lr_ratio is not None and not takes_groups,
+    }
+
+
+def silent_about_quantization(run: Run) -> dict[str, Any]:
+    settings = run.settings
+    if not (settings.load_in_4bit or settings.load_in_8bit):
+        return {}
+    model = bare_model(run)
+    storage = str(settings.bnb_4bit_quant_storage or "uint8")
+    dtype = RUN_DTYPES.get(settings.precision)
+    is_other_storage = settings.load_in_4bit and storage != dtype
+    return {
+        "quantizes_nothing": model is not None and not has_quantizable_layers(model),
+        "quantized_random": settings.random_weights,
         "eight_bit_stage_3": settings.load_in_8bit and run.stage == 3,
-        "four_bit_fsdp": settings.load_in_4bit and run.strategy.is_fsdp and storage != dtype,
-        "four_bit_storage": settings.load_in_4bit
-        and run.strategy.is_deepspeed
-        and dtype
-        and storage not in ("uint8", dtype),
-        "quantized_twice": quantized
-        and (run.ds.offload_param == "nvme" or run.ds.quantizes_weights or run.ds.hpz_partition_size != 1),
+        "four_bit_fsdp": is_other_storage and run.strategy.is_fsdp,
+        "four_bit_storage": is_other_storage and run.strategy.is_deepspeed and dtype and storage != "uint8",
+        "quantized_twice": run.ds.offload_param == "nvme" or run.ds.quantizes_weights or run.ds.hpz_partition_size != 1,
     }
 
 
@@ -161,18 +156,23 @@ def has_quantizable_layers(model: nn.Module) -> bool:
     return any(type(m) in (nn.Linear, Conv1D) and name not in kept for name, m in model.named_modules())
 
 
-def packing(run: Candidate) -> Iterator[Finding]:
+def packing(run: Run) -> Iterator[Finding]:
     """Whether rows that share one sequence see each other, and what that costs."""
-    settings, key, kinds = run.settings, run.settings.joined_by, options()["packing"]
+    settings = run.settings
+    key = settings.joined_by
     if key is None or (key == "packing" and settings.packing_strategy == "wrapped"):
         return  # wrapped: one stream without boundaries is what the recipe asks for
+    kinds = options()["packing"]
     kind = getattr(run.config, "model_type", None)
-    flash = attention_kernel(settings.attn_implementation) is not None
-    leaking = {*kinds["without_positions"], *kinds["recurrent"]} - {*(kinds["apart_in_flash"] if flash else [])}
-    without_package = importlib.util.find_spec("causal_conv1d") is None
-    if kind in leaking or (kind in kinds["convolving"] and without_package):
+    leaking = {*kinds["without_positions"], *kinds["recurrent"]}
+    if attention_kernel(settings.attn_implementation) is not None:
+        leaking -= {*kinds["apart_in_flash"]}
+    if importlib.util.find_spec("causal_conv1d") is None:
+        leaking |= {*kinds["convolving"]}
+    known = set().union(*kinds.values())
+    if kind in leaking:
         yield finding("ZR133", key=key, kind=kind)
-    elif kind is not None and kind not in {name for names in kinds.values() for name in names}:
+    elif kind is not None and kind not in known:
         yield finding("ZR460", key=key, kind=kind)
     rows = settings.per_device_train_batch_size
     tokens = rows * (settings.max_length or 0)
@@ -180,14 +180,16 @@ def packing(run: Candidate) -> Iterator[Finding]:
         yield finding("ZR464", key=key, rows=rows, tokens=tokens)
 
 
-def processes(run: Candidate) -> Iterator[Finding]:
+def processes(run: Run) -> Iterator[Finding]:
     """A launch of one process where several were requested, or where ZeRO has nothing to partition."""
+    if run.world_size > 1:
+        return
     environment = run.environment
     by_mpi = any(name.startswith(("OMPI_COMM_WORLD", "PMI_", "MV2_COMM_WORLD")) for name in environment)
     by_accelerate = "ACCELERATE_USE_CPU" in environment and "MASTER_ADDR" in environment and "RANK" not in environment
-    if run.world_size > 1:
-        return
-    if by_accelerate and not by_mpi:  # distributed_type NO may mean one process; MULTI_CPU does not
-        yield finding("ZR137", level="error" if environment["ACCELERATE_USE_CPU"].lower() == "true" else "warning")
+    if by_accelerate and not by_mpi:
+        # distributed_type NO may mean one process; MULTI_CPU does not
+        is_multi_cpu = environment["ACCELERATE_USE_CPU"].lower() == "true"
+        yield finding("ZR137", level="error" if is_multi_cpu else "warning")
     elif run.stage and not run.ds.offloads:
         yield finding("ZR138", zero_stage=run.stage)

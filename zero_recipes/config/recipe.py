@@ -1,6 +1,7 @@
 """Read a recipe: a TRL YAML plus a few keys of our own, merged with the command line. It is read once.
 
-`read_recipe_file` needs only PyYAML: the recipe's `env:` is in force before torch is imported; `parse_recipe` TRL.
+`read_recipe_file` needs only PyYAML, for the recipe's `env:` has to be in force before torch is imported.
+`parse_recipe` needs TRL.
 """
 
 import argparse
@@ -16,19 +17,15 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import yaml
 
 from zero_recipes.config import keys
-from zero_recipes.config.accelerate import DS_FIELDS, LAUNCH_KEYS
+from zero_recipes.config.accelerate import LAUNCH_KEYS
 from zero_recipes.core.files import FILES, at_hand, write_text
 from zero_recipes.core.findings import library_error_as_finding, raise_errors, refusal
-from zero_recipes.core.host import set_allocator
-from zero_recipes.core.process import local_world_size
-
-if TYPE_CHECKING:
-    from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.host import ALLOCATOR, set_allocator
 
 
 class Settings(SimpleNamespace):
@@ -78,14 +75,15 @@ MAPPINGS += ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs",
 
 
 class RecipeFile(dict):
-    """A recipe's mapping that remembers the line of each key."""
+    """A recipe's mapping, without its `env:` block."""
 
-    lines: dict[str, int]
+    lines: dict[str, int]  # of each key
+    environment: dict[str, str]  # to be set before torch is imported: `env:`, and torch's allocators
 
 
 @library_error_as_finding("reading the recipe")
 def read_recipe_file(path: Path) -> RecipeFile:
-    """The recipe's mapping, its `env:` block already put into the environment. Raises Refusal."""
+    """Reads, and sets nothing. Raises Refusal."""
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.5)
         fix = f"Did you mean {path.parent / near[0]}?" if near else "Check the path; the recipes are in recipes/."
@@ -94,8 +92,10 @@ def read_recipe_file(path: Path) -> RecipeFile:
     env = mapping.pop("env", None) or {}
     if not isinstance(env, dict) or any(value is None or isinstance(value, (dict, list)) for value in env.values()):
         raise refusal("ZR119", path=path)
-    os.environ.update({str(name): str(value) for name, value in env.items()})
-    set_allocator(os.environ)
+    mapping.environment = {str(name): str(value) for name, value in env.items()}
+    in_force = os.environ | mapping.environment
+    set_allocator(in_force)
+    mapping.environment |= {name: in_force[name] for name in ALLOCATOR if name in in_force}
     return mapping
 
 
@@ -291,7 +291,7 @@ def write_resolved(
     explicit: Mapping[str, Any], path: Path, header: list[str], ds_config: dict[str, Any] | None
 ) -> None:
     """What was in force, as a recipe that runs again: the explicit and derived keys, the launch as a comment.
-    `explicit`: of a RunConfig. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed."""
+    `explicit`: of a Run. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed."""
     explicit = dict(explicit) | ({} if ds_config is None else {"deepspeed": ds_config})
     plain = json.loads(json.dumps(explicit, default=str))  # PyYAML writes no members of an enumeration (`debug`)
     text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
@@ -340,77 +340,3 @@ def stated(mean: float, settings: Settings) -> RowLengths:
         raise refusal("ZR841", mean=mean, longest=longest)
     sequences = mean / longest if settings.packing and longest else 1.0
     return RowLengths((mean,), sequences, None, f"--mean_tokens {mean:g}, the same for all rows")
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """What one run does, ready to start: nothing that could refuse it cheaply has."""
-
-    recipe: Recipe  # as written
-    settings: Settings  # every key in force: the recipe's, the command line's, what launcher and machine decide
-    explicit: Mapping[str, Any]  # keys that were named, and those that were derived: a recipe that runs again
-    strategy: "Strategy"
-    device: str  # "cpu" or "cuda"
-    output_dir: Path
-
-    @property
-    def precision(self) -> str:
-        """ "bf16", "fp16" or "fp32", in which it computes; torch_autocast keeps the weights in fp32."""
-        return self.strategy.ds.autocast or self.settings.precision
-
-    @property
-    def saves_on_signals(self) -> bool:
-        """Not where nothing could go on from the checkpoint (ZR719, ZR254)."""
-        return self.settings.save_on_signal and not self.strategy.ds.on_nvme and self.strategy.sequence_parallel == 1
-
-    @property
-    def checkpoint(self) -> str | None:
-        """The folder to go on from."""
-        return self.settings.resume_from_checkpoint
-
-    def trl_arguments(self) -> TrlArguments:
-        """Starts the device's state: a process group that is needed exists before."""
-        if self.strategy.is_deepspeed:
-            # the ds_config has them; DeepSpeedPlugin (accelerate 1.15, utils/dataclasses.py) stops where both are there
-            os.environ.pop(DS_FIELDS, None)
-        return trl_arguments(self.settings, self.recipe.path)
-
-
-def choose_device(use_cpu: bool) -> str:
-    """ "cpu" or "cuda": the CPU where the recipe says so or torch finds no accelerator."""
-    import torch
-
-    if use_cpu or not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        return "cpu"
-    return "cuda"
-
-
-def settings_in_force(
-    recipe: Recipe, strategy: "Strategy | None", device: str, accumulation: int | None
-) -> tuple[Settings, dict]:
-    """(settings, explicit) of a run: what strategy, device and global batch decide, laid over the recipe."""
-    decided: dict[str, Any] = {"output_dir": str(recipe.output_dir)}
-    if device == "cpu":
-        decided["use_cpu"] = True
-    if accumulation is not None:
-        decided["gradient_accumulation_steps"] = accumulation
-    if strategy is not None and strategy.is_fsdp:
-        decided |= {"fsdp": True, "fsdp_config": strategy.fsdp_config}
-    if strategy is not None and strategy.is_deepspeed:
-        decided["deepspeed"] = strategy.ds_config.raw
-    without = {} if "fsdp" in decided or strategy is None else {"fsdp": None}  # false and empty lists mean the same
-    return recipe.settings.replace(**(without | decided)), {**recipe.explicit, **decided}
-
-
-def refuse_uneven_gpus(strategy: "Strategy", device: str, environment: Mapping[str, str]) -> None:
-    """One process with several GPUs would become nn.DataParallel, under torchrun too (engine/group.py), which
-    SFTTrainer refuses once the weights are loaded; DeepSpeed's does not. NCCL takes no two ranks on one device."""
-    import torch
-
-    here = local_world_size(environment, strategy.world_size)
-    count = torch.cuda.device_count() if device == "cuda" else here
-    if strategy.world_size == 1 and count > 1 and not ("RANK" in environment and strategy.is_deepspeed):
-        raise refusal("ZR308", count=count)
-    if here > count:
-        raise refusal("ZR309", here=here, count=count)

@@ -152,12 +152,14 @@ def _end_at_once() -> None:
 
 
 class PhaseClock:
-    """Seconds of each of PHASES. What is outside of all phases counts as "startup" in the clock of a process, which
-    began `before` this object; a later training's clock does not count it."""
+    """Seconds of each of PHASES.
+
+    What is outside of all phases counts as "startup" in the clock of a run, which began `before` seconds ago.
+    A training without a recipe does not count it.
+    """
 
     def __init__(self, before: float | None = None) -> None:
         self.failed: str | None = None  # the innermost phase that an error has left
-        self.is_taken = False  # by a training
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._mark = time.perf_counter() - (before or 0.0)
         self._outside = None if before is None else PHASES[0]
@@ -189,13 +191,3 @@ class PhaseClock:
         if name is not None:
             self.seconds[name] += now - self._mark
         self._mark = now
-
-
-CLOCK = PhaseClock(age())  # of this process and its first training; a recipe's run always has it
-
-
-def clock_of_training() -> PhaseClock:
-    """The process's clock for its first training, a clock of its own for each later one."""
-    clock = PhaseClock() if CLOCK.is_taken else CLOCK
-    clock.is_taken = True
-    return clock

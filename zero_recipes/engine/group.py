@@ -17,11 +17,11 @@ import torch
 from torch import distributed
 from torch.distributed.elastic.utils.store import barrier
 
-from zero_recipes.config.recipe import RunConfig
+from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import PeerFailed, Refusal, RunFailed, first_line, print_ending, refusal
 from zero_recipes.core.host import Host
-from zero_recipes.core.process import CLOCK, local_world_size, rank
+from zero_recipes.core.process import local_world_size, rank
 from zero_recipes.engine.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_locks
 
 # torchrun itself gives machines 600 s to join (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py,
@@ -35,13 +35,14 @@ _calls = itertools.count()  # every process counts the same calls
 
 
 @contextlib.contextmanager
-def session(run: RunConfig) -> Iterator[None]:
-    """The run's process group, ready before TrainingArguments. A run that went well ends it itself (Trainer.end). One
-    that is refused ends gloo's, or its exit can abort other ranks (exit code -6), but not NCCL's, which would wait for
-    ranks that are in a collective (pytorch/torchtitan#1342). The launcher of one that fails ends the other ranks."""
-    if CLOCK.is_taken:  # by an earlier training of this process
-        CLOCK.__init__()
-    CLOCK.is_taken = True
+def process_group(run: Run) -> Iterator[None]:
+    """The run's process group, ready before TrainingArguments.
+
+    A run that went well ends it itself (Trainer.end).
+    One that is refused ends gloo's: its exit can abort other ranks (exit code -6). It does not end NCCL's, which would
+    wait for ranks that are in a collective (pytorch/torchtitan#1342).
+    The launcher of one that fails ends the other ranks.
+    """
     ops = ops_of(run.strategy, run.device, run.settings)
     start_process_group(run.strategy, run.device, run.settings.ddp_timeout, ops)
     set_host_threads(run.strategy, run.device)
@@ -75,16 +76,15 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
     # accelerate's for FSDP (state.py): what is offloaded to the host is reduced there, by gloo
     on_gpu, timeout = "cuda:nccl,cpu:gloo" if strategy.is_fsdp else "nccl", timedelta(seconds=timeout_seconds)
     backend = on_gpu if device == "cuda" else "gloo"
-    with CLOCK.phase("startup"):
-        to_compile = missing(ops, device)
-        if int(os.environ["LOCAL_RANK"]) == 0:
-            remove_stale_locks()
-            build(to_compile)
-        rendezvous(backend, timeout, JOIN_SECONDS + COMPILE_SECONDS * len(to_compile))
-        if strategy.is_deepspeed:
-            import deepspeed
+    to_compile = missing(ops, device)
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        remove_stale_locks()
+        build(to_compile)
+    rendezvous(backend, timeout, JOIN_SECONDS + COMPILE_SECONDS * len(to_compile))
+    if strategy.is_deepspeed:
+        import deepspeed
 
-            deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def set_host_threads(strategy: Strategy, device: str) -> None:

@@ -16,9 +16,8 @@ from transformers import TrainerCallback
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import precision_of
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import UNFINISHED
 from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
-from zero_recipes.core.process import PhaseClock, clock_of_training, local_world_size, rank, signalled
+from zero_recipes.core.process import PhaseClock, local_world_size, rank, signalled
 from zero_recipes.engine.deepspeed import STATE_PARTS, whole_shape
 from zero_recipes.engine.group import gather_rows
 from zero_recipes.engine.patches import share_not_quantized
@@ -43,9 +42,13 @@ def strategy_of(args) -> Strategy:
 class StageMetricsCallback(TrainerCallback):
     """Measures a training run and writes metrics.json into `output_dir` (default: the Trainer's) on rank 0.
 
-    Works in any Trainer. It counts tokens when they enter the model's forward pass. Losses and gradient norms come from
-    the log and need logging_steps=1. ZeroSFTTrainer passes the exact numbers of every micro batch instead. Only recipe
-    runs set `strategy`, `predicted` and `known` (fields of RunIdentity); they write the end of the file themselves.
+    Works in any Trainer. It counts tokens when they enter the model's forward pass.
+    Losses and gradient norms come from the log and need logging_steps=1.
+    ZeroSFTTrainer passes the exact numbers of every micro batch instead.
+
+    `strategy`: None is what accelerate's state says.
+    `ends_with_training`: whether the file is complete then. A recipe run saves, samples and ends it itself.
+    `known`: fields of RunIdentity.
     """
 
     def __init__(
@@ -53,11 +56,14 @@ class StageMetricsCallback(TrainerCallback):
         output_dir: str | Path | None = None,
         strategy: Strategy | None = None,
         predicted: schema.PredictedMetrics | None = None,
+        ends_with_training: bool = True,
         **known: Any,
     ):
         self.output_dir = None if output_dir is None else Path(output_dir)
-        self.strategy, self.predicted, self.known = strategy, predicted, known
-        self.ends_with_training = strategy is None
+        self.strategy = strategy
+        self.predicted = predicted
+        self.ends_with_training = ends_with_training
+        self.known = known
         self.identity: schema.RunIdentity | None = None
         self.engine: torch.nn.Module | None = None  # what wraps the model: ZeroSFTTrainer sets it, no event carries it
         self.phases: dict[str, int] = {}  # bytes allocated after each phase of the first steps
@@ -138,10 +144,13 @@ class StageMetricsCallback(TrainerCallback):
         RSS), the bytes sent in a step; with the first of them the plan's figures. Every rank calls it (one gather)."""
         if self.tokens is None:
             return {}
-        plan, peak, is_first = self.predicted, peak_memory(self.device), not self.used.logged_steps
-        own = [self.tokens - self.used.logged, self.tokens.new_tensor([peak["allocated"] or peak["rss"]])]
+        plan = self.predicted
+        is_first = not self.used.logged_steps
+        peak = peak_memory(self.device)
+        peak_bytes = self.tokens.new_tensor([peak["allocated"] or peak["rss"]])
+        own = torch.cat([self.tokens - self.used.logged, peak_bytes])
         with self.communication.not_counted():
-            everyone = gather_rows(torch.cat(own).unsqueeze(0))
+            everyone = gather_rows(own.unsqueeze(0))
         logs = self.used.since_last_log(everyone[:, :-1].sum(0), self.steps, self.identity.world_size)
         self.used.logged = self.tokens
         logs["peak_memory_bytes"] = int(everyone[:, -1].max())
@@ -165,9 +174,14 @@ class StageMetricsCallback(TrainerCallback):
     def identify(self, args, model: torch.nn.Module) -> None:
         """Who the run is. TRL has put LoRA's adapter around the model by now."""
         self.output_dir = self.output_dir or Path(args.output_dir)
-        self.strategy, self.device = self.strategy or strategy_of(args), args.device.type
+        self.strategy = self.strategy or strategy_of(args)
+        self.device = args.device.type
         parameters, trainable = parameter_counts(model)
-        shapes = [whole_shape(p) for p in model.parameters() if p.requires_grad]
+        not_quantized = None
+        if not self.ends_with_training:  # without a recipe the gradients are quantized by DeepSpeed's own rule
+            shapes = [whole_shape(p) for p in model.parameters() if p.requires_grad]
+            here = local_world_size(os.environ, self.strategy.world_size)
+            not_quantized = share_not_quantized(shapes, self.strategy, here)
         of_trainer = {
             "name": self.output_dir.name,
             "strategy": self.strategy.name,
@@ -177,9 +191,7 @@ class StageMetricsCallback(TrainerCallback):
             "model": getattr(getattr(model, "config", None), "name_or_path", None) or None,
             "parameters": parameters,
             "trainable_parameters": trainable,
-            "gradients_not_quantized": None
-            if self.ends_with_training  # by DeepSpeed's own rule there
-            else share_not_quantized(shapes, self.strategy, local_world_size(os.environ, self.strategy.world_size)),
+            "gradients_not_quantized": not_quantized,
             "precision": precision_of(args),
             "micro_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -196,14 +208,15 @@ class StageMetricsCallback(TrainerCallback):
         if self.finished:  # of an earlier training of the same Trainer
             self.begin()
         if self.identity is None:  # in anybody's Trainer
-            self.clock = clock_of_training()
             self.identify(args, model)
         if state.global_step and not self.resumed_at:
             self.load_state_dict({}, state.global_step)
         if self.identity.precision == "fp32" or not self.strategy.is_deepspeed:
             self.exact_master_weights = True
-        self.started_at, total = state.global_step, state.max_steps - state.global_step
-        self.warmup, self.probed = probe.steps_not_timed(total), min(1, max(0, total - 1))
+        self.started_at = state.global_step
+        total = state.max_steps - state.global_step
+        self.warmup = probe.steps_not_timed(total)
+        self.probed = 1 if total > 1 else 0
         self.record("engine_built")
         if self.device == "cuda":  # samples may have been generated, which use memory of their own
             torch.cuda.empty_cache()  # peaks begin again at what is reserved, and the allocator keeps what was freed
@@ -215,7 +228,7 @@ class StageMetricsCallback(TrainerCallback):
         if self.engine is None:
             self.clock.count_outside_as("train")
             self.forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-            self.write("failed", UNFINISHED)
+            self.write("running")
         if total:  # a resumed run may have no step left, and then nothing would stop it
             self.communication.start()
         self.steps.open()
@@ -246,15 +259,19 @@ class StageMetricsCallback(TrainerCallback):
     def _bring_losses_together(self) -> None:
         """What must end a run then ends it on every rank, and a crash leaves the losses behind. The only numbers of a
         step that are read back from a GPU, together: all ranks have to know before the next."""
-        loss, norm = self.losses[-1].double(), self.norm
+        loss = self.losses[-1].double()
+        norm = self.norm
         norm_or_0 = loss.new_zeros(()) if norm is None else norm.to(loss)
-        own = torch.stack([loss, norm_or_0, loss.new_full((), signalled())]).reshape(1, 3)
+        signal = loss.new_full((), signalled())
+        own = torch.stack([loss, norm_or_0, signal]).reshape(1, 3)
         with self.communication.not_counted():
             everyone = gather_rows(own).tolist()
         losses, norms, signals = zip(*everyone, strict=True)
         self.signalled = any(signals)
         self.step_losses.append(sum(losses) / len(losses))
-        self.last_step = self.step_losses[-1], next((norm for norm in norms if not math.isfinite(norm)), norms[0])
+        bad_norms = [norm for norm in norms if not math.isfinite(norm)]
+        worst_norm = bad_norms[0] if bad_norms else norms[0]
+        self.last_step = (self.step_losses[-1], worst_norm)
         if norm is not None:
             self.grad_norms.append(norms[rank()])
         self.norm = None
@@ -262,7 +279,8 @@ class StageMetricsCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not self.losses and logs and "loss" in logs and args.logging_steps == 1:
             self.logged_losses[state.global_step] = logs["loss"]
-            self.grad_norms += [logs["grad_norm"]] if "grad_norm" in logs else []
+            if "grad_norm" in logs:
+                self.grad_norms.append(logs["grad_norm"])
         self.steps.open()
 
     def on_save(self, args, state, control, **kwargs):

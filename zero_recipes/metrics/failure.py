@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zero_recipes.core.files import write_text
-from zero_recipes.core.findings import UNFINISHED, PeerFailed
+from zero_recipes.core.findings import PeerFailed
 from zero_recipes.core.process import rank
 from zero_recipes.metrics import schema
 
@@ -32,10 +32,9 @@ class RankFailure(schema.Part):
     time: float  # when it was written, in seconds since 1970
 
 
-def unfinished(name: str, strategy: str, **known: Any) -> schema.Metrics:
+def not_begun(name: str, strategy: str, **known: Any) -> schema.Metrics:
     """The row of a run that has not come to its first step. `known`: other fields."""
-    known |= {"schema": schema.SCHEMA, "status": "failed", "error": UNFINISHED}
-    return schema.Metrics(name=name, strategy=strategy, **known)
+    return schema.Metrics(schema=schema.SCHEMA, status="running", name=name, strategy=strategy, **known)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -119,7 +118,7 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> sch
     """The row of a run that left none or left it unfinished. `exit_code` is the launcher's; `log` its output. A killed
     rank writes no file: then its signal is the cause. Raises ContractError where a file of the run is damaged."""
     path = output_dir / schema.FILE
-    row = schema.Metrics.read(path) if path.is_file() else unfinished(strategy, strategy)
+    row = schema.Metrics.read(path) if path.is_file() else not_begun(strategy, strategy)
     if row.status == "preempted":
         return row
     cause, killed_by = cause_of(output_dir), signal_in(exit_code, log)
@@ -161,5 +160,10 @@ def _refusal_in(message: str) -> schema.Failure:
 
 
 def _ended(row: schema.Metrics, cause: RankFailure) -> schema.Metrics:
-    failure = schema.Failure(phase=cause.phase, rank=cause.rank, largest_memory=cause.largest_memory)
+    failure = schema.Failure(
+        phase=cause.phase,
+        rank=cause.rank,
+        is_echo=cause.is_echo,
+        largest_memory=cause.largest_memory,
+    )
     return row.model_copy(update={"status": cause.status, "error": cause.error, "failure": failure})

@@ -6,17 +6,18 @@ that did not finish. With status "ok", only the fields that fields.yaml marks wi
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from zero_recipes.core.files import write_text
+from zero_recipes.core.findings import UNFINISHED
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had no status "running": such a run had failed with the error UNFINISHED
 FILE = "metrics.json"
 ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 PARTS = ("params", "grads", "optimizer", "activations", "buckets", "loss_head", "other")
-Status = Literal["ok", "oom", "diverged", "preempted", "failed", "refused"]
+Status = Literal["running", "ok", "oom", "diverged", "preempted", "failed", "refused"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # what a report computes with
 # Strict JSON has no NaN: a number that is not finite is written as null, and read as NaN.
@@ -84,6 +85,7 @@ class Failure(Part):
 
     phase: str | None = None
     rank: int | None = None
+    is_echo: bool | None = None
     largest_memory: dict[str, int] = {}
     signal: str | None = None
     code: str | None = None
@@ -181,9 +183,20 @@ class ContractError(ValueError):
 class RunStatus(Part):
     """How a run ended."""
 
-    schema_version: Literal[1] = Field(alias="schema")
+    schema_version: Literal[1, 2] = Field(alias="schema")
     status: Status
     error: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_schema_1(cls, row: Any) -> Any:
+        """A run that was alive, or was killed."""
+        if not isinstance(row, dict) or row.get("schema") != 1:
+            return row
+        if not str(row.get("error")).startswith(UNFINISHED):
+            return row
+        saved = row["error"].removeprefix(UNFINISHED).removeprefix(": ")
+        return row | {"schema": SCHEMA, "status": "running", "error": saved or None}
 
 
 class RunIdentity(Part):

@@ -4,9 +4,10 @@ import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import datasets
 import torch
@@ -19,14 +20,16 @@ from trl import SFTTrainer
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import recipe_facts
 from zero_recipes.checkpoint.resume import forget_resharded, load_resharded, numbered, requested_batch
+from zero_recipes.config.run import Run
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import UNFINISHED, Preempted, first_line
+from zero_recipes.core.findings import Preempted, first_line
 from zero_recipes.core.host import library_versions
-from zero_recipes.core.process import CLOCK, clock_of_training, remember_signals, say, signalled
+from zero_recipes.core.process import PhaseClock, say
+from zero_recipes.data.samples import Sample
 from zero_recipes.engine import fsdp, patches
 from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.deepspeed import is_partitioned, set_masters
-from zero_recipes.engine.group import agree, gather_rows, once, rank_0_writes
+from zero_recipes.engine.group import agree, once, rank_0_writes
 from zero_recipes.engine.huggingface import rows_are_cut, without_deepspeed_announcement
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import is_out_of_memory
@@ -34,26 +37,56 @@ from zero_recipes.model import loaded_values
 from zero_recipes.training import answers
 from zero_recipes.training.card import write_card
 from zero_recipes.training.divergence import Diverged, StopAtDivergence, has_nonfinite_weights, not_finite
-from zero_recipes.training.output import RecipeRun
+from zero_recipes.training.inputs import Inputs
+from zero_recipes.training.signals import CutShort, Signals
 from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, TokenWeights, begin_epoch, loss_of_a_part
 
 
-class CutShort(Exception):
-    """A signal has come to a rank; all leave an evaluation, or the sample prompts, after the same batch."""
+@dataclass(frozen=True)
+class Extras:
+    """What a recipe asks for beside TRL's arguments. The defaults are those of a trainer without a recipe."""
+
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    samples: Sequence[Sample] = ()
+    max_new_tokens: int = 0  # of an answer to a sample
+    saves_on_signals: bool = False
+    with_checksums: bool = True
+    token_metrics: str = "logging_steps"
+    loraplus_lr_ratio: float | None = None
+    manifest_facts: Mapping[str, Any] = field(default_factory=dict)
+    loaded_values: Callable | None = None  # of the model, read again from its files: (parameter, values)
+    building: Callable = contextlib.nullcontext  # around TRL's own constructor
 
 
 class NotSaved(Exception):
     """A checkpoint could not be written. The run ends; the checkpoints before it are as they were."""
 
 
+def not_saved(checkpoint: Path, error: Exception) -> NotSaved:
+    free = shutil.disk_usage(checkpoint.parent).free
+    return NotSaved(
+        f"{checkpoint} could not be saved: {type(error).__name__}: {first_line(error)}. {free:,} bytes are free on its "
+        "disk. Earlier checkpoints are unchanged. Free some space first; save_total_limit: 1 keeps only the newest "
+        "checkpoint."
+    )
+
+
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beyond `limit`; never the newest, nor the best. By step, where transformers goes by
-    time, and each one's manifest first: one that is half deleted is unfinished."""
+    """Delete the oldest checkpoints beyond `limit`; never the newest, nor the best.
+
+    By step, where transformers goes by time. Each one's manifest goes first: one that is half deleted is unfinished.
+    """
     if limit is None or limit <= 0:
         return
-    kept = {path.name for path in numbered(folder)}
-    ordered = [Path(p) for p in sort_checkpoints(str(folder), best_model_checkpoint=best) if Path(p).name in kept]
-    for checkpoint in ordered[: -max(limit, 2 if best is not None and Path(best) != ordered[-1] else 1)]:
+    numbered_names = {path.name for path in numbered(folder)}
+    ordered = []
+    for path in map(Path, sort_checkpoints(str(folder), best_model_checkpoint=best)):
+        if path.name in numbered_names:
+            ordered.append(path)
+    fewest = 1
+    if best is not None and Path(best) != ordered[-1]:
+        fewest = 2
+    for checkpoint in ordered[: -max(limit, fewest)]:
         save.begin_checkpoint(checkpoint)
         shutil.rmtree(checkpoint)
 
@@ -63,7 +96,7 @@ class ZeroSFTTrainer(SFTTrainer):
     incomplete checkpoints, and it writes metrics.json.
 
     It adds a StageMetricsCallback for args.output_dir if `callbacks` has none. It never saves NaN or infinite weights.
-    `recipe_run` is for run_sft.py only; such a run also ends with Diverged if its loss stays NaN or infinite.
+    `extras`: what a recipe asks for beside TRL's arguments; run_sft.py alone gives it.
 
     Private: the methods of the Trainer (transformers 5.23, trainer.py) and of SFTTrainer (TRL 1.16) with an underscore
     that are overridden here: no public event comes before a checkpoint's first file, an epoch's sampler or an engine's
@@ -71,51 +104,70 @@ class ZeroSFTTrainer(SFTTrainer):
     """
 
     @functools.wraps(SFTTrainer.__init__)
-    def __init__(self, *arguments, recipe_run: RecipeRun | None = None, **keywords):
-        self.recipe_run, self._flops_per_token, self._train_sampler = recipe_run, None, None
-        settings = recipe_run.run.settings if recipe_run else None
-        self.samples = recipe_run.data.samples if recipe_run else []
-        self._max_new_tokens = settings.sample_max_new_tokens if settings else 0
-        self._with_checksums = not (settings and settings.skip_checksums)
+    def __init__(self, *arguments, extras: Extras | None = None, **keywords):
+        is_library = extras is None
+        self.extras = Extras() if is_library else extras
+        self.signals = Signals(self.extras.saves_on_signals)
         self.answers_before: answers.Answers | None = None
-        self.is_preemptible = False  # from the first step on
-        self.evaluation_due = False  # it was cut short
-        cut = rows_are_cut(recipe_run.args) if recipe_run else contextlib.nullcontext()
-        clock = CLOCK if recipe_run else clock_of_training()
-        with clock.phase("model"), cut:
+        self._flops_per_token = None
+        self._train_sampler = None
+        with self.extras.building(), self.extras.clock.phase("model"):
             super().__init__(*arguments, **keywords)
-        found = [each for each in self.callback_handler.callbacks if isinstance(each, StageMetricsCallback)]
-        self.stage_metrics = found[0] if found else StageMetricsCallback()
-        if not found:
-            self.add_callback(self.stage_metrics)
-        self.stage_metrics.clock = clock
+        self.stage_metrics = self._find_or_add_metrics()
+        self.stage_metrics.clock = self.extras.clock
         self.stage_metrics.identify(self.args, self.model)
-        if recipe_run is None:
+        if is_library:
             patches.patch_libraries(self.stage_metrics.strategy, self.args.ddp_timeout)
             if self.args.device.type == "cpu":
                 multiply_in_fp32()
-        self.token_metrics = TokenMetrics(self, settings.token_metrics if settings else "logging_steps")
+        self.token_metrics = TokenMetrics(self, self.extras.token_metrics)
         self.token_weights = TokenWeights(self)
         if isinstance(self.train_dataset, datasets.IterableDataset):
             if self.args.dataloader_num_workers > 1:
                 raise ValueError("rows of a stream are trained unequally often with dataloader_num_workers above 1")
             self.train_dataset = EndlessRows(self.train_dataset)
 
+    def _find_or_add_metrics(self) -> StageMetricsCallback:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, StageMetricsCallback):
+                return callback
+        added = StageMetricsCallback()
+        self.add_callback(added)
+        return added
+
     @classmethod
-    def of_recipe(cls, model: PreTrainedModel, recipe_run: RecipeRun) -> Self:
-        run, data = recipe_run.run, recipe_run.data
-        measures = [recipe_run.metrics, StopAtDivergence(recipe_run.metrics, run.settings.stop_after_nonfinite_steps)]
+    def for_run(cls, run: Run, inputs: Inputs, model: PreTrainedModel, metrics: StageMetricsCallback, clock) -> Self:
+        """Of a recipe. `clock`: the session's."""
+        settings = run.settings
         if run.strategy.is_fsdp:
             fsdp.keep_names_of_the_file(model)
+        facts = {
+            "asked": requested_batch(run.recipe.settings),
+            "recipe": recipe_facts(settings, run.strategy),
+            "recipe_sha256": run.recipe.sha256,
+            "data_sha256": inputs.data.data_sha256,
+        }
+        extras = Extras(
+            clock=clock,
+            samples=inputs.data.samples,
+            max_new_tokens=settings.sample_max_new_tokens,
+            saves_on_signals=run.saves_on_signals,
+            with_checksums=not settings.skip_checksums,
+            token_metrics=settings.token_metrics,
+            loraplus_lr_ratio=settings.loraplus_lr_ratio,
+            manifest_facts=facts,
+            loaded_values=functools.partial(loaded_values, config=inputs.config, settings=settings),
+            building=functools.partial(rows_are_cut, inputs.arguments),
+        )
         return cls(
             model=model,
-            args=recipe_run.args,
-            train_dataset=data.train,
-            eval_dataset=data.evaluation,
-            processing_class=data.tokenizer,
-            callbacks=measures,
-            peft_config=recipe_run.peft_config,
-            recipe_run=recipe_run,
+            args=inputs.arguments,
+            train_dataset=inputs.data.train,
+            eval_dataset=inputs.data.evaluation,
+            processing_class=inputs.data.tokenizer,
+            callbacks=[metrics, StopAtDivergence(metrics, settings.stop_after_nonfinite_steps)],
+            peft_config=inputs.peft_config,
+            extras=extras,
         )
 
     # training
@@ -124,9 +176,9 @@ class ZeroSFTTrainer(SFTTrainer):
         """All steps. The metrics are complete then. Raises Diverged on all ranks. `resume_from_checkpoint`: as of
         SFTTrainer; True is the last checkpoint of args.output_dir that is whole."""
         if resume_from_checkpoint is True:
-            newest_first = reversed(numbered(Path(self.args.output_dir)))
-            whole = next((path for path in newest_first if save.checkpoint_fault(path) is None), None)
-            resume_from_checkpoint = True if whole is None else str(whole)
+            for path in numbered(Path(self.args.output_dir)):
+                if save.checkpoint_fault(path) is None:
+                    resume_from_checkpoint = str(path)  # the last of them
         if self.stage_metrics.finished:  # of an earlier training
             self.stage_metrics.begin()
         self._load_history(resume_from_checkpoint)
@@ -143,7 +195,7 @@ class ZeroSFTTrainer(SFTTrainer):
 
     def create_optimizer(self, model=None):
         """LoRA+: PEFT's groups of parameters have learning rates of their own."""
-        ratio = self.recipe_run and self.recipe_run.run.settings.loraplus_lr_ratio
+        ratio = self.extras.loraplus_lr_ratio
         if ratio is not None and self.optimizer is None:
             kind, keywords = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             keywords |= {"loraplus_lr_ratio": ratio, "loraplus_weight_decay": self.args.weight_decay}
@@ -160,9 +212,9 @@ class ZeroSFTTrainer(SFTTrainer):
             history = json.loads(carried.read_text()) if carried.is_file() else {}
             step = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
             self.stage_metrics.load_state_dict(history, step)
-            self.answers_before = answers.answers_carried(history, self.samples)
-            self.evaluation_due = history.get("evaluation_due", False)
-        self.stage_metrics.write("failed", UNFINISHED)
+            self.answers_before = answers.answers_carried(history, self.extras.samples)
+            self.signals.evaluation_due = history.get("evaluation_due", False)
+        self.stage_metrics.write("running")
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         """Before the first step: the engine and the sample prompts. A resharded checkpoint has no files of DeepSpeed's:
@@ -179,10 +231,8 @@ class ZeroSFTTrainer(SFTTrainer):
         self.stage_metrics.engine = self.model_wrapped
         if self.answers_before is None:
             with self.stage_metrics.clock.phase("eval"):
-                self.answers_before = answers.answer_before(self, self.samples, self._max_new_tokens)
-        self.is_preemptible = self.recipe_run is not None and self.recipe_run.run.saves_on_signals
-        if self.is_preemptible:
-            remember_signals(True)
+                self.answers_before = answers.answer_before(self, self.extras.samples, self.extras.max_new_tokens)
+        self.signals.listen()
         return prepared
 
     @contextlib.contextmanager
@@ -193,8 +243,8 @@ class ZeroSFTTrainer(SFTTrainer):
         is_first = self.stage_metrics.engine is None
         trained = [p for p in self.model.parameters() if p.requires_grad]
         values = [(p, p.data if is_first and not is_partitioned(p) else None) for p in trained]
-        if self.recipe_run is not None and isinstance(self.model, PreTrainedModel):
-            values = loaded_values(self.model, self.recipe_run.config, self.recipe_run.run.settings)
+        if self.extras.loaded_values is not None and isinstance(self.model, PreTrainedModel):
+            values = self.extras.loaded_values(self.model)
         yield
         optimizer, ds_config = self.model_wrapped.optimizer, self.stage_metrics.strategy.ds_config
         patches.fresh_adam_at_stage_0(optimizer)
@@ -204,30 +254,35 @@ class ZeroSFTTrainer(SFTTrainer):
 
     def _maybe_log_save_evaluate(self, *arguments, **keywords) -> None:
         """After a step: where a signal has come to any rank by its end, or while it is evaluated, the run ends here."""
-        ends = self.is_preemptible and self.stage_metrics.signalled
+        ends = self.signals.are_heard and self.stage_metrics.signalled
         if ends:
-            self.evaluation_due, self.control.should_evaluate = self.control.should_evaluate, False
+            self.signals.evaluation_due = self.control.should_evaluate
+            self.control.should_evaluate = False
             self.control.should_save = False
         try:
             super()._maybe_log_save_evaluate(*arguments, **keywords)
         except CutShort:
-            ends = self.evaluation_due = True
+            ends = True
+            self.signals.evaluation_due = True
         if ends:
             self._save_and_end()
 
     def _save_and_end(self) -> NoReturn:
         """Raises Preempted. Collective."""
         checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        due = self.signals.evaluation_due
 
         def is_saved() -> bool:
             history = checkpoint / save.HISTORY
-            is_whole = history.is_file() and save.checkpoint_fault(checkpoint) is None
-            return is_whole and json.loads(history.read_text()).get("evaluation_due", False) == self.evaluation_due
+            if not history.is_file() or save.checkpoint_fault(checkpoint) is not None:
+                return False
+            return json.loads(history.read_text()).get("evaluation_due", False) == due
 
         if not once(is_saved, "looks at the checkpoint"):
             self.args.save_only_model = False
             self._save_checkpoint(self.model, None)
-        saved = f"saved as {checkpoint}" if once(is_saved, "looks at the checkpoint") else "not saved"
+        is_there = once(is_saved, "looks at the checkpoint")
+        saved = f"saved as {checkpoint}" if is_there else "not saved"
         raise Preempted(f"a signal ended the run; it is {saved}. The same command resumes it.")
 
     def _load_rng_state(self, checkpoint) -> None:
@@ -236,21 +291,18 @@ class ZeroSFTTrainer(SFTTrainer):
 
     def _evaluate_if_due(self) -> None:
         """The evaluation that a signal has cut short, in the run that goes on from there. Collective."""
-        if self.evaluation_due:
+        if self.signals.evaluation_due:
             try:
                 self._determine_best_metric(self._evaluate(None, None), None)
             except CutShort:
                 self._save_and_end()
-            self.evaluation_due = False
+            self.signals.evaluation_due = False
 
     def _leave_if_signalled(self) -> None:
         """Raises CutShort on all ranks. Collective."""
-        if self.is_preemptible:
-            own = torch.tensor([[float(signalled())]], device=self.accelerator.device)
+        if self.signals.are_heard:
             with self.stage_metrics.communication.not_counted():
-                everyone = gather_rows(own)
-            if everyone.any():
-                raise CutShort
+                self.signals.raise_if_any(self.accelerator.device)
 
     def _get_train_sampler(self, train_dataset=None):
         self._train_sampler = super()._get_train_sampler(train_dataset)
@@ -315,10 +367,14 @@ class ZeroSFTTrainer(SFTTrainer):
         Private: `_metrics`, `_total_train_tokens`, `_tp_size` and, in `compute_loss`, `_is_vlm` of SFTTrainer (TRL
         1.16, trainer/sft_trainer.py). No public method adds to what is logged.
         """
-        if (evaluated := self.token_metrics.take_evaluated()) is not None:
-            entropy, accuracy = ([number] for number in evaluated)
-            tokens = [self._total_train_tokens]
-            self._metrics["eval"] |= {"entropy": entropy, "mean_token_accuracy": accuracy, "num_tokens": tokens}
+        evaluated = self.token_metrics.take_evaluated()
+        if evaluated is not None:
+            entropy, accuracy = evaluated
+            self._metrics["eval"] |= {
+                "entropy": [entropy],
+                "mean_token_accuracy": [accuracy],
+                "num_tokens": [self._total_train_tokens],
+            }
         metrics = self._metrics["train"]
         for entropy, accuracy, tokens in self.token_metrics.take():
             metrics["entropy"].append(entropy)
@@ -353,16 +409,17 @@ class ZeroSFTTrainer(SFTTrainer):
 
     def sample_after(self) -> None:
         """The sample prompts once more; samples.jsonl and a table on rank 0. Collective. A signal cuts them short."""
-        self.is_preemptible &= not self.args.load_best_model_at_end  # the optimizer is of another step
+        if self.args.load_best_model_at_end:
+            self.signals.are_heard = False  # the optimizer is of another step
         with self.stage_metrics.clock.phase("eval"):
             try:
-                after = answers.answer(self, self.samples, self._max_new_tokens, self._leave_if_signalled)
+                after = answers.answer(self, self.extras.samples, self.extras.max_new_tokens, self._leave_if_signalled)
             except CutShort:
                 self._save_and_end()
-            if self.args.process_index == 0 and self.samples:
-                rows = answers.sample_rows(self.samples, self.answers_before, after)
-                answers.write_rows(self.recipe_run.run.output_dir / "samples.jsonl", rows)
-                answers.show_samples(rows, f"from {self.samples[0].source}")
+            if self.args.process_index == 0 and self.extras.samples:
+                rows = answers.sample_rows(self.extras.samples, self.answers_before, after)
+                answers.write_rows(Path(self.args.output_dir, "samples.jsonl"), rows)
+                answers.show_samples(rows, f"from {self.extras.samples[0].source}")
 
     # checkpoints and the model
 
@@ -391,28 +448,14 @@ class ZeroSFTTrainer(SFTTrainer):
                 return
             folder = Path(self.args.output_dir)
             checkpoint = folder / f"checkpoint-{self.state.global_step}"
-            limit, self.args.save_total_limit = self.args.save_total_limit, None
+            limit = self.args.save_total_limit
+            self.args.save_total_limit = None
             try:
-                if self.args.should_save:
-                    save.begin_checkpoint(checkpoint)
-                self.accelerator.wait_for_everyone()  # no rank writes before the mark is there
-                super()._save_checkpoint(model, trial)
-                prompts = {"prompts": [sample.prompt for sample in self.samples]}  # a resumed run's weights are trained
-                history = self.stage_metrics.history() | {"answers_before": prompts | vars(self.answers_before)}
-                history["evaluation_due"] = self.evaluation_due
-                self.accelerator.wait_for_everyone()  # all ranks have written
-                with rank_0_writes():
-                    if self.args.should_save:
-                        write_json(checkpoint / save.HISTORY, history)
-                        save.write_manifest(checkpoint, self._manifest_facts(), self._with_checksums)
+                self._write_checkpoint(checkpoint, model, trial)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                raise NotSaved(
-                    f"{checkpoint} could not be saved: {type(error).__name__}: {first_line(error)}. "
-                    f"{shutil.disk_usage(folder).free:,} bytes are free on its disk. Earlier checkpoints are "
-                    "unchanged. Free some space first; save_total_limit: 1 keeps only the newest checkpoint."
-                ) from error
+                raise not_saved(checkpoint, error) from error
             finally:
                 self.args.save_total_limit = limit
             with rank_0_writes():
@@ -420,16 +463,28 @@ class ZeroSFTTrainer(SFTTrainer):
                     rotate(folder, limit, self.state.best_model_checkpoint)
                     forget_resharded(folder)
 
+    def _write_checkpoint(self, checkpoint: Path, model, trial) -> None:
+        """The mark of an unfinished one first, the manifest last. Collective."""
+        if self.args.should_save:
+            save.begin_checkpoint(checkpoint)
+        self.accelerator.wait_for_everyone()  # no rank writes before the mark is there
+        super()._save_checkpoint(model, trial)
+        history = self.stage_metrics.history()
+        prompts = [sample.prompt for sample in self.extras.samples]
+        history["answers_before"] = {"prompts": prompts} | vars(self.answers_before)  # a resumed run's model is trained
+        history["evaluation_due"] = self.signals.evaluation_due
+        self.accelerator.wait_for_everyone()  # all ranks have written
+        with rank_0_writes():
+            if self.args.should_save:
+                write_json(checkpoint / save.HISTORY, history)
+                save.write_manifest(checkpoint, self._manifest_facts(), self.extras.with_checksums)
+
     def _manifest_facts(self) -> dict:
         """What a manifest says of the run that wrote it; without a recipe only what the trainer knows."""
         keys = ("strategy", "zero_stage", "world_size", "precision", "micro_batch_size", "gradient_accumulation_steps")
         facts = {key: getattr(self.stage_metrics.identity, key) for key in keys}
         facts |= {"step": self.state.global_step, "versions": library_versions()}
-        if self.recipe_run is not None:
-            run = self.recipe_run.run
-            facts |= {"asked": requested_batch(run.recipe.settings), "recipe": recipe_facts(run.settings, run.strategy)}
-            facts |= {"recipe_sha256": run.recipe.sha256, "data_sha256": self.recipe_run.data.data_sha256}
-        return facts
+        return facts | self.extras.manifest_facts
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         model = self.model if model is None else model
@@ -446,23 +501,28 @@ class ZeroSFTTrainer(SFTTrainer):
         else:
             super()._load_best_model()
 
-    def save_verified(self) -> str:
-        """The model in output_dir, whole; returns what is known of it. Collective. Raises NotWhole on every rank."""
-        run = self.recipe_run.run
-        if not run.settings.save_model:
-            return "no model was to be saved"
+    def save_verified(self, trust_remote_code: bool = False) -> str:
+        """The model in args.output_dir, whole; returns what is known of it. Collective. Raises NotWhole on every rank.
+
+        `trust_remote_code`: for the comparison with the model's class.
+        """
+        folder = Path(self.args.output_dir)
         with self.stage_metrics.clock.phase("save"):
-            self.save_model(str(run.output_dir))
+            self.save_model(str(folder))
             with rank_0_writes():
                 if self.args.process_index == 0:
-                    with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
-                        tensors = save.compare_with_class(run.output_dir, run.settings.trust_remote_code)
-                    save.refuse_bad_numbers(tensors)
-                    if self._with_checksums:
-                        save.write_checksums(run.output_dir)
-                    size = sum(path.stat().st_size for path in {tensor.file for tensor in tensors.values()})
-                    print(f"saved {run.output_dir}: complete, {len(tensors)} tensors, {size:,} bytes", flush=True)
-        return f"the model in {run.output_dir} is saved and complete"
+                    self._verify(folder, trust_remote_code)
+        return f"the model in {folder} is saved and complete"
+
+    def _verify(self, folder: Path, trust_remote_code: bool) -> None:
+        with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
+            tensors = save.compare_with_class(folder, trust_remote_code)
+        save.refuse_bad_numbers(tensors)
+        if self.extras.with_checksums:
+            save.write_checksums(folder)
+        files = {tensor.file for tensor in tensors.values()}
+        size = sum(path.stat().st_size for path in files)
+        print(f"saved {folder}: complete, {len(tensors)} tensors, {size:,} bytes", flush=True)
 
     def create_model_card(self, *_arguments, **_keywords) -> None:
         """Of the figures so far. TRL's names no base that is a folder, and no figure."""

@@ -335,11 +335,12 @@ def why_not(job: Job) -> str | None:
     if not any(special) and zero.hpz_partition_size == 1:
         return None  # the others need no import of all checks
     from zero_recipes.checks.deepspeed_rules import strategy_findings
-    from zero_recipes.checks.rules import Candidate
+    from zero_recipes.config.run import Run
     from zero_recipes.config.strategy import Strategy
 
     strategy = Strategy(zero.name, job.world_size, zero, "the ds_config")
-    found = strategy_findings(Candidate(job.settings, strategy, "cuda", {"LOCAL_WORLD_SIZE": str(job.ranks_per_node)}))
+    launch = {"LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
+    found = strategy_findings(Run(None, job.settings, {}, strategy, "cuda", launch))
     named = (one for one in found if one.code in USELESS or (one.level == "error" and one.code != NO_FOLDER))
     return next((f"{one.what} ({one.code})" for one in named), None)
 

@@ -1,0 +1,124 @@
+"""One run: what recipe, command line, launcher and machine decide together."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from zero_recipes.config.accelerate import DS_FIELDS
+from zero_recipes.config.ds_config import DsConfig
+from zero_recipes.config.recipe import Recipe, Settings, TrlArguments, trl_arguments
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.findings import refusal
+from zero_recipes.core.process import local_world_size
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What one run does. Nothing writes into it; `resuming_from` makes another."""
+
+    recipe: Recipe  # as written
+    settings: Settings  # every key in force: the recipe's, the command line's, what launcher and machine decide
+    explicit: Mapping[str, Any]  # keys that were named, and those that were derived: a recipe that runs again
+    strategy: Strategy
+    device: str  # "cpu" or "cuda"
+    environment: Mapping[str, str]  # the launcher's
+    config: Any = None  # the model's configuration; None where it is not at hand
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.settings.output_dir)
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The folder to go on from."""
+        return self.settings.resume_from_checkpoint
+
+    def resuming_from(self, checkpoint: str | None) -> Self:
+        return replace(self, settings=self.settings.replace(resume_from_checkpoint=checkpoint))
+
+    @property
+    def precision(self) -> str:
+        """ "bf16", "fp16" or "fp32", in which it computes; torch_autocast keeps the weights in fp32."""
+        return self.strategy.ds.autocast or self.settings.precision
+
+    @property
+    def saves_on_signals(self) -> bool:
+        """Not where nothing could go on from the checkpoint (ZR719, ZR254)."""
+        return self.settings.save_on_signal and not self.strategy.ds.on_nvme and self.strategy.sequence_parallel == 1
+
+    @property
+    def ds(self) -> DsConfig:
+        return self.strategy.ds
+
+    @property
+    def stage(self) -> int | None:
+        """None without DeepSpeed."""
+        return self.strategy.zero_stage
+
+    @property
+    def world_size(self) -> int:
+        return self.strategy.world_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return local_world_size(self.environment, self.world_size)
+
+    def value(self, path: str) -> Any:
+        """What the DeepSpeed configuration has at "zero_optimization.stage"; None where it has nothing."""
+        block: Any = self.ds.raw
+        for key in path.split("."):
+            block = block.get(key) if isinstance(block, Mapping) else None
+        return block
+
+    def trl_arguments(self) -> TrlArguments:
+        """Starts the device's state: a process group that is needed exists before."""
+        if self.strategy.is_deepspeed:
+            # the ds_config has them; DeepSpeedPlugin (accelerate 1.15, utils/dataclasses.py) stops where both are there
+            os.environ.pop(DS_FIELDS, None)
+        return trl_arguments(self.settings, self.recipe.path)
+
+
+def choose_device(use_cpu: bool) -> str:
+    """ "cpu" or "cuda": the CPU where the recipe says so or torch finds no accelerator."""
+    import torch
+
+    if use_cpu or not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        return "cpu"
+    return "cuda"
+
+
+def settings_in_force(
+    recipe: Recipe, strategy: Strategy | None, device: str, accumulation: int | None
+) -> tuple[Settings, Mapping[str, Any]]:
+    """(settings, explicit) of a run: what strategy, device and global batch decide, laid over the recipe."""
+    decided: dict[str, Any] = {"output_dir": str(recipe.output_dir)}
+    if device == "cpu":
+        decided["use_cpu"] = True
+    if accumulation is not None:
+        decided["gradient_accumulation_steps"] = accumulation
+    if strategy is not None and strategy.is_fsdp:
+        decided["fsdp"] = True
+        decided["fsdp_config"] = strategy.fsdp_config
+    if strategy is not None and strategy.is_deepspeed:
+        decided["deepspeed"] = strategy.ds_config.raw
+    settings = recipe.settings.replace(**decided)
+    if strategy is not None and not strategy.is_fsdp:
+        settings = settings.replace(fsdp=None)  # false and empty lists mean the same
+    return settings, MappingProxyType({**recipe.explicit, **decided})
+
+
+def refuse_uneven_gpus(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
+    """One process with several GPUs would become nn.DataParallel, under torchrun too (engine/group.py), which
+    SFTTrainer refuses once the weights are loaded; DeepSpeed's does not. NCCL takes no two ranks on one device."""
+    import torch
+
+    here = local_world_size(environment, strategy.world_size)
+    count = torch.cuda.device_count() if device == "cuda" else here
+    if strategy.world_size == 1 and count > 1 and not ("RANK" in environment and strategy.is_deepspeed):
+        raise refusal("ZR308", count=count)
+    if here > count:
+        raise refusal("ZR309", here=here, count=count)

@@ -1,0 +1,87 @@
+"""What a run is made of before there is a trainer. Whatever is wrong here refuses the run, and nothing is touched."""
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from trl import SFTConfig
+
+from zero_recipes import model as models
+from zero_recipes.checkpoint.compatibility import refuse_other_data
+from zero_recipes.checks.predicted import planning
+from zero_recipes.checks.preflight import resolved_ds_config
+from zero_recipes.config.run import Run
+from zero_recipes.core.findings import library_error_as_finding
+from zero_recipes.core.process import PhaseClock
+from zero_recipes.data.load import load_tokenizer
+from zero_recipes.data.prepare import Prepared, prepare_rows
+from zero_recipes.engine import fsdp, patches
+from zero_recipes.engine.cpu_products import multiply_in_fp32
+from zero_recipes.engine.group import once
+from zero_recipes.engine.huggingface import attention_name
+from zero_recipes.metrics.schema import PredictedMetrics
+from zero_recipes.training.card import hub
+from zero_recipes.training.token_loss import share_sequences
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a trainer is given. It is complete, and the same on every rank."""
+
+    arguments: SFTConfig  # SFTTrainer takes the rows as they are
+    peft_config: Any  # None without an adapter
+    config: PreTrainedConfig  # of the model
+    data: Prepared
+    predicted: PredictedMetrics | None  # None where nothing was planned
+    ds_config: dict[str, Any] | None  # as it is in force; None without DeepSpeed
+
+
+def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
+    """TRL's arguments, rows, prompts and the plan; the libraries are set up for this run.
+
+    Every rank calls it (collectives). Raises Refusal on all of them.
+    """
+    settings = run.settings
+    arguments = run.trl_arguments().training
+    peft_config = models.adapter_config(settings, has_weights=True)
+    _set_up_libraries(run, arguments)
+    with clock.phase("model"):
+        config = models.load_config(settings)
+        models.refuse_other_keys(config, settings)
+    _log_in(run, arguments)
+    arguments.push_to_hub = False  # the Trainer would push its folder as it is, and at each save
+    arguments.model_init_kwargs = None  # of load_model; SFTTrainer would warn that it ignores them
+    with clock.phase("data"), planning(run) as planned:
+        data = prepare_rows(settings, arguments, load_tokenizer(settings))
+        predicted = planned()
+    ds_config = resolved_ds_config(run, data.rows)
+    return Inputs(arguments, peft_config, config, data, predicted, ds_config)
+
+
+def load_model(run: Run, inputs: Inputs, clock: PhaseClock) -> PreTrainedModel:
+    """The last that can refuse."""
+    refuse_other_data(run.checkpoint, inputs.data.data_sha256)
+    with clock.phase("model"):
+        return models.load_model(inputs.config, run.settings)
+
+
+def _set_up_libraries(run: Run, arguments: SFTConfig) -> None:
+    settings = run.settings
+    patches.patch_libraries(run.strategy, settings.ddp_timeout)
+    patches.score_supervised_positions_only(settings.supervised_logits_only)
+    patches.attend_by_row(run.device == "cpu" and settings.joined_by and not settings.torch_compile)
+    if run.device == "cpu":
+        multiply_in_fp32()
+    if run.strategy.is_fsdp:
+        fsdp.fix_arguments(arguments, run.device)
+    share_sequences(arguments, run.strategy.sequence_parallel, attention_name(settings.attn_implementation))
+
+
+def _log_in(run: Run, arguments: SFTConfig) -> None:
+    """To what the run will need once it has weights: its repository is created then, and wandb's callback logs in."""
+    if "wandb" in arguments.report_to and os.environ.get("WANDB_MODE", "online") == "online":
+        once(library_error_as_finding("logging in (report_to: wandb)")(import_module("wandb").login), "logs in")
+    if run.settings.push_to_hub:
+        once(library_error_as_finding("logging in (push_to_hub)")(hub(arguments.hub_token).whoami), "logs in")
