@@ -18,7 +18,7 @@ from torch import distributed
 from tests.helpers.report_runs import PARAMETERS, on_cpu
 from tests.helpers.sample_cases import strict
 from tests.helpers.tiny import ROOT
-from zero_recipes.core.findings import Finding, PeerFailed, Refusal
+from zero_recipes.core.findings import UNFINISHED, Finding, PeerFailed, Refusal
 from zero_recipes.core.process import PhaseClock
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.failure import (

@@ -106,7 +106,7 @@ def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
         "output_dir: o\nreport_to: none\nbf16: false\n"
     )
     recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), ["--max_steps", "5"])
-    assert os.environ["ZERO_RECIPES_TEST"] == "7"
+    assert mapping.environment["ZERO_RECIPES_TEST"] == "7"
     ours = recipes.trl_arguments(recipe.settings, path)
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
     theirs = parser.parse_args_and_config(["--config", str(path), "--max_steps", "5"])

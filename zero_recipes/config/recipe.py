@@ -59,13 +59,18 @@ class Settings(SimpleNamespace):
     @property
     def joined_by(self) -> str | None:
         """The key that puts several rows into one sequence: "packing", "padding_free" or None."""
-        return "packing" if self.packing else "padding_free" if self.padding_free else None
+        if self.packing:
+            return "packing"
+        if self.padding_free:
+            return "padding_free"
+        return None
 
 
 def precision_of(arguments: Any) -> str:
     """ "bf16", "fp16" or "fp32" of anything with those attributes: TRL takes bf16 where neither is named."""
-    bf16 = arguments.bf16 if arguments.bf16 is not None else not arguments.fp16
-    return "bf16" if bf16 else "fp16" if arguments.fp16 else "fp32"
+    if arguments.bf16 or (arguments.bf16 is None and not arguments.fp16):
+        return "bf16"
+    return "fp16" if arguments.fp16 else "fp32"
 
 
 USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
@@ -85,13 +90,19 @@ class RecipeFile(dict):
 def read_recipe_file(path: Path) -> RecipeFile:
     """Reads, and sets nothing. Raises Refusal."""
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.5)
-        fix = f"Did you mean {path.parent / near[0]}?" if near else "Check the path; the recipes are in recipes/."
+        names = [recipe.name for recipe in path.parent.glob("*.yaml")]
+        near = difflib.get_close_matches(path.name, names, 1, 0.5)
+        fix = "Check the path; the recipes are in recipes/."
+        if near:
+            fix = f"Did you mean {path.parent / near[0]}?"
         raise refusal("ZR116", path=path, cwd=Path.cwd(), fix=fix)
     mapping = _load(path)
     env = mapping.pop("env", None) or {}
-    if not isinstance(env, dict) or any(value is None or isinstance(value, (dict, list)) for value in env.values()):
+    if not isinstance(env, dict):
         raise refusal("ZR119", path=path)
+    for value in env.values():
+        if value is None or isinstance(value, (dict, list)):
+            raise refusal("ZR119", path=path)
     mapping.environment = {str(name): str(value) for name, value in env.items()}
     in_force = os.environ | mapping.environment
     set_allocator(in_force)
@@ -106,7 +117,9 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             line = key.start_mark.line + 1
             if (key.tag, key.value) in lines:
                 raise refusal("ZR126", key=key.value, path=self.name, first=lines[key.tag, key.value], line=line)
@@ -119,8 +132,8 @@ def _load(path: Path) -> RecipeFile:
     with path.open("rb") as stream:  # errors then name the file, and a wrong encoding is one of them
         loader = _Loader(stream)
         node = loader.get_single_node()
-        names = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
-        if not isinstance(node, yaml.MappingNode) or any(key.tag not in names for key, _ in node.value):
+        names = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}
+        if not isinstance(node, yaml.MappingNode) or not {key.tag for key, _ in node.value} <= names:
             raise refusal("ZR118", path=path)
         mapping = RecipeFile(loader.construct_document(node))
     mapping.lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
@@ -155,77 +168,106 @@ def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
     if known.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", known.local_rank)
     if not rest or rest[0].startswith("-"):
-        found = f"the first argument is {rest[0]!r}" if rest else "no argument was given"
+        found = "no argument was given"
+        if rest:
+            found = f"the first argument is {rest[0]!r}"
         raise refusal("ZR115", found=found, usage=USAGE)
     return at_hand(rest[0], "recipes"), rest[1:]
 
 
 def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
-    """Merge file and command line through TRL's own parser; refuse what neither TRL nor we know."""
-    parser = _parser()
+    """Merge file and command line through TRL's own parser. Raises Refusal for what neither TRL nor we know."""
     known = keys.key_types()
     lines = getattr(mapping, "lines", {})
     mapping = {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS}  # preflight compares them
     raise_errors(keys.recipe_findings(str(path), mapping, lines))
+    values, unset = _merged(mapping, overrides, known)
+    named = named_on(overrides, known)
+    if "sample_prompts" not in named:
+        # a list, a number or a path: argparse has one type per key
+        values["sample_prompts"] = mapping.get("sample_prompts")
+    values["datasets"] = _entries(values["datasets"])
+    for key in ("model_name_or_path", "dataset_name"):  # tiny_world/, for a recipe that the package brings
+        found = at_hand(values[key] or "")
+        if found.is_relative_to(FILES):
+            values[key] = str(found)
+    values |= dict.fromkeys(unset)
+    for key in MAPPINGS:
+        values[key] = decoded(values[key])
+    explicit = {key: value for key, value in values.items() if key in mapping or key in named}
+    findings = []
+    for key, value in explicit.items():
+        place = "the command line" if key in named else f"{path}:{lines.get(key, 1)}"
+        findings += keys.range_findings(place, key, value)
+    raise_errors(findings)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Recipe(path=path, settings=Settings(values), explicit=MappingProxyType(explicit), sha256=digest)
+
+
+def _merged(mapping: dict[str, Any], overrides: list[str], known: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """(the value of each key by TRL's parser, the keys that the command line unsets). Raises Refusal."""
+    parser = _parser()
     file_values = {key: _as_text(value, known[key]) for key, value in mapping.items()}
-    prompts = file_values.pop("sample_prompts", None)  # a list, a number or a path: argparse has one type per key
+    file_values.pop("sample_prompts", None)
     parser.set_defaults_with_config(**file_values)
     valued, unset = without_unset(overrides, known)
     namespace, extra = parser.parse_known_args(valued)
-    stray = [word[2:].partition("=")[0].replace("-", "_") for word in extra if word.startswith("--")]
+    stray = [key_of(word) for word in extra if word.startswith("--")]
     raise_errors([*keys.key_findings("the command line", stray, known)])
     if extra:
         raise refusal("ZR120", word=extra[0], usage=USAGE)
+    return vars(namespace), unset
 
-    values = vars(namespace)
-    named = named_on(overrides, known)
-    if "sample_prompts" not in named:
-        values["sample_prompts"] = prompts
-    entries = [dataclasses.asdict(one) if dataclasses.is_dataclass(one) else one for one in values["datasets"]]
-    if len(entries) == 1 and str(entries[0].get("path")).startswith("["):  # a list, as JSON on the command line
+
+def _entries(datasets: list[Any]) -> list[dict[str, Any]]:
+    """The entries of `datasets` as mappings. On the command line they are one text, JSON."""
+    entries = [dataclasses.asdict(one) if dataclasses.is_dataclass(one) else one for one in datasets]
+    if len(entries) == 1 and str(entries[0].get("path")).startswith("["):
         with library_error_as_finding("reading --datasets"):
             entries = json.loads(entries[0]["path"])
-    values["datasets"] = entries
-    for key in ("model_name_or_path", "dataset_name"):  # tiny_world/, for a recipe that the package brings
-        found = at_hand(values[key] or "")
-        values[key] = str(found) if found.is_relative_to(FILES) else values[key]
-    values |= dict.fromkeys(unset)
-    values |= {key: decoded(values[key]) for key in MAPPINGS}
-    explicit = {key: values[key] for key in values if key in mapping or key in named}
-    places = {key: "the command line" if key in named else f"{path}:{lines.get(key, 1)}" for key in explicit}
-    raise_errors([f for key, value in explicit.items() for f in keys.range_findings(places[key], key, value)])
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Recipe(path=path, settings=Settings(values), explicit=MappingProxyType(explicit), sha256=digest)
+    return entries
+
+
+def key_of(word: str) -> str:
+    """The key of a word of the command line: "--max-steps=5" is max_steps."""
+    return word[2:].partition("=")[0].replace("-", "_")
 
 
 def _as_text(value: Any, hint: Any) -> Any:
     """A number that YAML has read, where the key takes text alone: `run_name: 7`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return str(value) if is_number and keys.accepted_types(hint) <= {"string", "null"} else value
+    if is_number and keys.accepted_types(hint) <= {"string", "null"}:
+        return str(value)
+    return value
 
 
 def without_unset(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[str], set[str]]:
-    """The overrides without those that unset a key (`--max_length null`), and the keys that they unset. Only keys that
-    may be null are; `--report_to none` is a value of its own, no callback at all."""
-    rest, unset, index = [], set(), 0
-    while index < len(overrides):
-        name, equals, value = overrides[index].partition("=")
-        key = name[2:].replace("-", "_") if name.startswith("--") else ""
-        width = 1 if equals else 2
-        value = value if equals else (overrides[index + 1 : index + 2] or [""])[0]
+    """(the overrides without those that unset a key (`--max_length null`), the keys that they unset).
+
+    Only keys that may be null are. `--report_to none` is a value of its own, no callback at all.
+    """
+    rest: list[str] = []
+    unset: set[str] = set()
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        _, equals, value = word.partition("=")
+        if not equals and words:
+            value = words[0]
+        key = key_of(word) if word.startswith("--") else ""
         is_null = value.lower() == "null" or (value.lower() == "none" and key != "report_to")
-        if is_null and key in known and keys.accepted_types(known[key]) & {"null", "any"}:
-            unset.add(key)
-            index += width
-        else:
-            rest.append(overrides[index])
-            index += 1
+        if not is_null or key not in known or not keys.accepted_types(known[key]) & {"null", "any"}:
+            rest.append(word)
+            continue
+        unset.add(key)
+        if not equals:
+            words.pop(0)
     return rest, unset
 
 
 def named_on(overrides: list[str], known: Container[str]) -> set[str]:
     """The keys that the command line names."""
-    names = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
+    names = {key_of(word) for word in overrides if word.startswith("--")}
     return {name if name in known else name.removeprefix("no_") for name in names}
 
 
@@ -250,7 +292,8 @@ def derive_accumulation(settings: Settings, explicit: Mapping[str, Any], world_s
     micro = settings.per_device_train_batch_size
     per_pass = world_size * micro
     if total <= 0 or total % per_pass:
-        near = " or ".join(str(per_pass * n) for n in (total // per_pass, total // per_pass + 1) if n > 0)
+        fitting = {per_pass * max(1, total // per_pass), per_pass * (max(0, total // per_pass) + 1)}
+        near = " or ".join(map(str, sorted(fitting)))
         raise refusal("ZR121", total=total, world_size=world_size, micro=micro, near=near)
     derived = total // per_pass
     requested = explicit.get("gradient_accumulation_steps")
@@ -274,7 +317,7 @@ def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
     for cls in keys.dataclasses_of_a_recipe()[:-1]:
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
         with library_error_as_finding(f"making TRL's {cls.__name__} of {path}", fields):
-            values = {key: copy.deepcopy(value) for key, value in settings.as_dict().items() if key in fields}
+            values = copy.deepcopy({key: value for key, value in settings.as_dict().items() if key in fields})
             for entry in values.get("datasets") or ():  # a mapping of columns is ours
                 columns = entry.pop("columns", None)
                 entry["columns"] = columns if isinstance(columns, list) else None
@@ -292,7 +335,9 @@ def write_resolved(
 ) -> None:
     """What was in force, as a recipe that runs again: the explicit and derived keys, the launch as a comment.
     `explicit`: of a Run. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed."""
-    explicit = dict(explicit) | ({} if ds_config is None else {"deepspeed": ds_config})
+    explicit = dict(explicit)
+    if ds_config is not None:
+        explicit["deepspeed"] = ds_config
     plain = json.loads(json.dumps(explicit, default=str))  # PyYAML writes no members of an enumeration (`debug`)
     text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     write_text(path, text)
@@ -311,9 +356,12 @@ def _parser():
 
 def steps_by_epochs(rows: int, settings: Settings, replicas: int) -> int:
     """Optimizer steps of a run by epochs (transformers 5.23 trainer.py, `set_initial_training_values`)."""
-    micro, last = settings.per_device_train_batch_size, settings.dataloader_drop_last
-    batches = rows // micro // replicas if last else math.ceil(math.ceil(rows / micro) / replicas)
-    return math.ceil(settings.num_train_epochs * max(math.ceil(batches / settings.gradient_accumulation_steps), 1))
+    micro = settings.per_device_train_batch_size
+    batches = math.ceil(math.ceil(rows / micro) / replicas)
+    if settings.dataloader_drop_last:
+        batches = rows // micro // replicas
+    steps = math.ceil(batches / settings.gradient_accumulation_steps)
+    return math.ceil(settings.num_train_epochs * max(steps, 1))
 
 
 @dataclass(frozen=True)
@@ -338,5 +386,7 @@ def stated(mean: float, settings: Settings) -> RowLengths:
     longest = settings.max_length
     if longest is not None and mean > longest:
         raise refusal("ZR841", mean=mean, longest=longest)
-    sequences = mean / longest if settings.packing and longest else 1.0
+    sequences = 1.0
+    if settings.packing and longest:
+        sequences = mean / longest
     return RowLengths((mean,), sequences, None, f"--mean_tokens {mean:g}, the same for all rows")

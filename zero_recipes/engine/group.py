@@ -73,9 +73,11 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # accelerate's for FSDP (state.py): what is offloaded to the host is reduced there, by gloo
-    on_gpu, timeout = "cuda:nccl,cpu:gloo" if strategy.is_fsdp else "nccl", timedelta(seconds=timeout_seconds)
-    backend = on_gpu if device == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "gloo"
+    if device == "cuda":
+        # accelerate's for FSDP (state.py): what is offloaded to the host is reduced there, by gloo
+        backend = "cuda:nccl,cpu:gloo" if strategy.is_fsdp else "nccl"
     to_compile = missing(ops, device)
     if int(os.environ["LOCAL_RANK"]) == 0:
         remove_stale_locks()
@@ -104,11 +106,13 @@ def rendezvous(
     seconds that names nobody. The environment holds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Raises Refusal; a
     rank that waits in NCCL or gloo, where no exception reaches it, prints it and leaves with exit code 2.
     """
-    number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    number = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     # as torch does (distributed/rendezvous.py `_create_c10d_store`): torchrun's agent keeps the store, else rank 0
     keeps = number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     waited = partial(_apart, backend, f"waited {join_seconds:g} s for {world_size} ranks")
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     store = _join(address, port, keeps, number, world_size, join_seconds, waited)
     store.set_timeout(timeout)  # as init_process_group does with a store of its own
     what = "cannot exchange data with the other ranks"
@@ -134,7 +138,8 @@ def _join(
 ) -> distributed.TCPStore:
     """The store at that address, once all members have joined it. Raises what `refused` makes of those who are missing.
     Without torch's own wait for all, which counts those who have come and does not know who is missing."""
-    limit, keys = timedelta(seconds=seconds), [f"{JOINED}/{other}" for other in range(members)]
+    limit = timedelta(seconds=seconds)
+    keys = [f"{JOINED}/{other}" for other in range(members)]
     try:
         store = distributed.TCPStore(
             address, port, is_master=keeps, wait_for_workers=False, multi_tenant=True, timeout=limit
@@ -144,8 +149,10 @@ def _join(
         return store
     except distributed.DistStoreError as error:
         missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        raise refused(f"missing: {', '.join(missing[:8])}{more}") from error
+        named = ", ".join(missing[:8])
+        if len(missing) > 8:
+            named += f" and {len(missing) - 8} more"
+        raise refused(f"missing: {named}") from error
     except RuntimeError as error:  # no such host, nobody listens, or it has ended
         raise refused(f"{address}:{port} cannot be reached: {first_line(error).rstrip('.')}") from error
 
@@ -159,8 +166,18 @@ def wait_for_hosts(hosts: list[str], machine_rank: int, port: int, seconds: floa
     rank; the first one keeps the store.
     """
     named = ", ".join(f"{other}: {host}" for other, host in enumerate(hosts))
-    about = {"machine_rank": machine_rank, "seconds": seconds, "hosts": named, "first": hosts[0], "port": port}
-    refused = lambda missing: refusal("ZR327", missing=missing, **about)  # noqa: E731
+
+    def refused(missing: str) -> Refusal:
+        return refusal(
+            "ZR327",
+            missing=missing,
+            machine_rank=machine_rank,
+            seconds=seconds,
+            hosts=named,
+            first=hosts[0],
+            port=port,
+        )
+
     store = _join(hosts[0], port, machine_rank == 0, machine_rank, len(hosts), seconds, refused)
     _leave_together(store, len(hosts), "zero_recipes/hosts")
 
@@ -193,7 +210,9 @@ def _apart(backend: str, what: str, cause: str) -> Refusal:
 
 def agree(work: Callable[[], Any]) -> list[Any]:
     """What `work` returns on each rank, by rank. What the lowest rank failed of, all fail of."""
-    world_size = distributed.get_world_size() if distributed.is_initialized() else 1
+    world_size = 1
+    if distributed.is_initialized():
+        world_size = distributed.get_world_size()
     return _shared(work, range(world_size), "works with the others")
 
 
@@ -204,7 +223,8 @@ def once(work: Callable[[], Any], doing: str) -> Any:
 
 def once_per_node(work: Callable[[], Any]) -> Any:
     """What `work` returns on the first process of each machine, which alone calls it."""
-    return _shared(work, [rank() - int(os.environ.get("LOCAL_RANK", 0))], "prepares the data of this machine")[0]
+    first_here = rank() - int(os.environ.get("LOCAL_RANK", 0))
+    return _shared(work, [first_here], "prepares the data of this machine")[0]
 
 
 @contextlib.contextmanager
@@ -235,33 +255,44 @@ def _shared(work: Callable[[], Any], workers: Sequence[int], doing: str) -> list
     """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return [work()]
-    me, number = rank(), next(_calls)
-    key, operation = f"zero_recipes/shared/{number}", _operation(work, doing)
+    me = rank()
+    number = next(_calls)
+    operation = _operation(work, doing)
+    key = f"zero_recipes/shared/{number}"
     store = distributed.group.WORLD.get_group_store()
-    own = value = reported = None
+    value = own_error = None
     if me in workers:
         try:
             value = work()
         except Exception as error:
-            own = reported = error
-            if not isinstance(error, (Refusal, RunFailed)):
-                reported = PeerFailed(f"rank {me}, which {doing}, failed: {type(error).__name__}: {error}")
-    store.set(f"{key}/{me}", pickle.dumps((operation, value, reported)))
-    outcomes = {}
+            own_error = error
+    store.set(f"{key}/{me}", pickle.dumps((operation, value, _reported(own_error, doing))))
+    values = []
+    failures = {}
     for worker in workers:
         try:
             store.wait([f"{key}/{worker}"], FOREVER)
-            theirs, *outcomes[worker] = pickle.loads(store.get(f"{key}/{worker}"))
+            their_operation, value, error = pickle.loads(store.get(f"{key}/{worker}"))
         except distributed.DistError as error:  # the store is in rank 0 or its launcher
             raise PeerFailed(f"rank 0 died, or rank {worker}, which {doing}, without a message") from error
-        if theirs != operation:
+        if their_operation != operation:
             _leave_together(store, distributed.get_world_size(), key)
-            raise RuntimeError(f"call {number} is {operation} on rank {me}, and {theirs} on rank {worker}")
-    failed = next((worker for worker, (_, error) in outcomes.items() if error is not None), None)
-    if failed is not None:
+            raise RuntimeError(f"call {number} is {operation} on rank {me}, and {their_operation} on rank {worker}")
+        values.append(value)
+        if error is not None:
+            failures[worker] = error
+    if failures:
         _leave_together(store, distributed.get_world_size(), key)
-        raise own if failed == me else outcomes[failed][1]
-    return [value for value, _ in outcomes.values()]
+        first = min(failures)
+        raise own_error if first == me else failures[first]
+    return values
+
+
+def _reported(error: Exception | None, doing: str) -> Exception | None:
+    """What other ranks raise for it."""
+    if error is None or isinstance(error, (Refusal, RunFailed)):
+        return error
+    return PeerFailed(f"rank {rank()}, which {doing}, failed: {type(error).__name__}: {error}")
 
 
 def _operation(work: Callable[[], Any], doing: str) -> str:

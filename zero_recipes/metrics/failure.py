@@ -43,7 +43,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return any(words in str(error).lower() for words in ("out of memory", "t allocate memory", "status_alloc_failed"))
+    return re.search("out of memory|t allocate memory|status_alloc_failed", str(error).lower()) is not None
 
 
 def is_echo(error: BaseException | None) -> bool:
@@ -64,16 +64,24 @@ def write_failure(
 
     memory = {what: size for what, size in states.items() if size}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        allocated = torch.cuda.max_memory_allocated()
-        others = allocated - sum(states.get(part, 0) for part in ("params", "grads", "optimizer"))
+        others = torch.cuda.max_memory_allocated()
+        for part in ("params", "grads", "optimizer"):
+            others -= states.get(part, 0)
         if others > 0:
             memory["activations, buckets and gathered parameters (the rest of the peak)"] = others
+    largest_first = sorted(memory.items(), key=lambda item: -item[1])
+    status = getattr(error, "status", "failed")
+    if is_out_of_memory(error):
+        status = "oom"
+    message = f"{type(error).__name__}: {error}".strip()
+    if save_status:
+        message += f" ({save_status})"
     failure = RankFailure(
         rank=rank(),
-        status="oom" if is_out_of_memory(error) else getattr(error, "status", "failed"),
+        status=status,
         phase=phase,
-        error=f"{type(error).__name__}: {error}".strip() + (f" ({save_status})" if save_status else ""),
-        largest_memory=dict(sorted(memory.items(), key=lambda item: -item[1])),
+        error=message,
+        largest_memory=dict(largest_first),
         traceback="".join(traceback.format_exception(error)),
         is_echo=is_echo(error),
         time=time.time(),
@@ -86,7 +94,8 @@ def write_failure(
 def cause_of(output_dir: Path) -> RankFailure | None:
     """The failure that came first: out of memory before others, and what a dead rank makes its peers say after all.
     Raises ContractError where a failure.rankN.json is damaged."""
-    found = [schema.read_part(RankFailure, path) for path in sorted(output_dir.glob("failure.rank*.json"))]
+    paths = sorted(output_dir.glob("failure.rank*.json"))
+    found = [schema.read_part(RankFailure, path) for path in paths]
 
     def order(failure: RankFailure) -> tuple[bool, bool, float]:
         """Clocks of machines differ: the time alone does not tell what a peer's end causes from the cause."""
@@ -103,11 +112,12 @@ def keep_failure(output_dir: Path, own: RankFailure, losses: list[float], begun:
     run: unless this one `resumes` it, it stays.
     """
     path = output_dir / schema.FILE
-    try:
+    cause = own
+    row = begun
+    with contextlib.suppress(schema.ContractError):
         cause = cause_of(output_dir) or own
-        row = schema.Metrics.read(path) if path.is_file() else begun
-    except schema.ContractError:
-        cause, row = own, begun
+        if path.is_file():
+            row = schema.Metrics.read(path)
     if row.status == "ok" and not resumes:
         return
     history = max(losses, row.loss_history or [], key=len)
@@ -121,7 +131,8 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> sch
     row = schema.Metrics.read(path) if path.is_file() else not_begun(strategy, strategy)
     if row.status == "preempted":
         return row
-    cause, killed_by = cause_of(output_dir), signal_in(exit_code, log)
+    cause = cause_of(output_dir)
+    killed_by = signal_in(exit_code, log)
     if killed_by is not None and (cause is None or cause.status != "oom"):
         error = f"a process was killed by {killed_by}"
         if killed_by == "SIGKILL":
@@ -132,20 +143,24 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> sch
         return _ended(row, cause)
     # a launcher that sees another rank end first stops rank 0 before it speaks; the closing table then has the message
     lines = [line.strip().removeprefix("traceback : ") for line in log.splitlines() if line.strip()]
-    refused = next((number for number, line in enumerate(lines) if line.startswith("refused: ")), None)
-    if refused is not None:
-        message = " ".join(lines[refused : refused + 3])
-        return row.model_copy(update={"status": "refused", "error": message, "failure": _refusal_in(message)})
-    error = f"exit code {exit_code}" + (f": {lines[-1]}" if lines else "")
+    for number, line in enumerate(lines):
+        if line.startswith("refused: "):
+            message = " ".join(lines[number : number + 3])
+            return row.model_copy(update={"status": "refused", "error": message, "failure": _refusal_in(message)})
+    error = f"exit code {exit_code}"
+    if lines:
+        error += f": {lines[-1]}"
     return row.model_copy(update={"status": "failed", "error": error, "failure": schema.Failure(phase="unknown")})
 
 
 def signal_in(exit_code: int, log: str) -> str | None:
     """The signal that ended a worker, from the launcher's exit code or torchrun's closing table ("exitcode: -9")."""
-    printed = [int(digits) for digits in re.findall(r"exitcode\s*:\s*-(\d+)", log)]
-    for number in [-exit_code] if exit_code < 0 else printed:
-        # SIGTERM in the table is the launcher ending the others
-        if number in set(signal.Signals) and (exit_code < 0 or number != signal.SIGTERM):
+    known = set(signal.Signals)
+    if exit_code < 0:
+        return signal.Signals(-exit_code).name if -exit_code in known else None
+    printed = map(int, re.findall(r"exitcode\s*:\s*-(\d+)", log))
+    for number in printed:
+        if number in known and number != signal.SIGTERM:  # with SIGTERM the launcher has ended the others
             return signal.Signals(number).name
     return None
 

@@ -36,7 +36,10 @@ def generate_texts(
     """Greedy answers to one batch of samples, without blanks around them. Collective where the model is sharded (ZeRO
     stage 3, FSDP): transformers keeps the ranks together then."""
     room, max_new_tokens = places(model, max_new_tokens)
-    rows = [(prompt_ids(tokenizer, sample) or _start(tokenizer))[-room:] for sample in samples]
+    rows = []
+    for sample in samples:
+        ids = prompt_ids(tokenizer, sample) or _start(tokenizer)
+        rows.append(ids[-room:])
     inputs = _padded(tokenizer, rows, "left").to(device)
     answered = model.generate(
         **inputs,
@@ -56,11 +59,14 @@ def reference_losses(
     where no row has any, for the other ranks need it under stage 3."""
     inputs = _padded(tokenizer, [list(sample.ids) or _start(tokenizer) for sample in samples], "right")
     logits = model(**inputs.to(device), use_cache=False).logits
-    targets = [torch.tensor(sample.labels[1:], device=device) for sample in samples]  # the first is never predicted
-    return [
-        cross_entropy(line[: len(target)].float(), target).item() if (target != -100).any() else None
-        for line, target in zip(logits, targets, strict=True)
-    ]
+    losses: list[float | None] = []
+    for line, sample in zip(logits, samples, strict=True):
+        target = torch.tensor(sample.labels[1:], device=device)  # the first is never predicted
+        if (target != -100).any():
+            losses.append(cross_entropy(line[: len(target)].float(), target).item())
+        else:
+            losses.append(None)
+    return losses
 
 
 def places(model: PreTrainedModel, max_new_tokens: int) -> tuple[int, int]:
@@ -101,11 +107,13 @@ def answer(
     generating until the slowest has ended."""
     if not samples:
         return Answers([], [])
-    world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-    share = -(-len(samples) // world)
-    mine = [(i % len(samples)) for i in range(rank * share, (rank + 1) * share)]  # the last share wraps around
-    model, batch = trainer.model, trainer.args.per_device_eval_batch_size
-    tokenizer, device = trainer.processing_class, trainer.accelerator.device
+    share = math.ceil(len(samples) / trainer.accelerator.num_processes)
+    first = trainer.accelerator.process_index * share
+    mine = [number % len(samples) for number in range(first, first + share)]  # the last share wraps around
+    model = trainer.model
+    tokenizer = trainer.processing_class
+    device = trainer.accelerator.device
+    batch = trainer.args.per_device_eval_batch_size
     was_training = model.training
     model.eval()
     answered = []
@@ -119,8 +127,12 @@ def answer(
     model.train(was_training)
     forget_trace_of_generation(trainer.model_wrapped)
     fsdp.reshard_model(trainer.model)
-    everyone = {i: (text, loss) for i, text, loss in gather_object(answered)}
-    return Answers([everyone[i][0] for i in range(len(samples))], [everyone[i][1] for i in range(len(samples))])
+    texts = [""] * len(samples)
+    losses: list[float | None] = [None] * len(samples)
+    for number, text, loss in gather_object(answered):
+        texts[number] = text
+        losses[number] = loss
+    return Answers(texts, losses)
 
 
 def answer_before(trainer: Trainer, samples: list[Sample], max_new_tokens: int) -> Answers:
@@ -142,9 +154,12 @@ def answers_carried(history: dict[str, Any], samples: list[Sample]) -> Answers |
 
 def text_scores(answer: str, reference: str) -> dict[str, float]:
     """exact_match, but for white space at both ends; token_f1: of bags of words, as SQuAD's but case sensitive."""
-    words, expected = answer.split(), reference.split()
-    common = sum((Counter(words) & Counter(expected)).values())
-    f1 = 2 * common / (len(words) + len(expected)) if words or expected else 1.0
+    words = answer.split()
+    expected = reference.split()
+    common = (Counter(words) & Counter(expected)).total()
+    f1 = 1.0
+    if words or expected:
+        f1 = 2 * common / (len(words) + len(expected))
     return {"exact_match": float(answer.strip() == reference.strip()), "token_f1": f1}
 
 
@@ -160,35 +175,48 @@ def sample_rows(
         if sample.reference is None:
             return {}
         loss = answers.reference_losses[number]
-        loss = loss if loss is not None and math.isfinite(loss) else None
+        if loss is not None and not math.isfinite(loss):
+            loss = None
         return compare(answers.texts[number], sample.reference) | {"reference_loss": loss}
 
-    return [
-        SampleRow(
+    rows = []
+    for number, sample in enumerate(samples):
+        row = SampleRow(
             prompt=sample.prompt,
-            before=None if before is None else before.texts[i],
-            after=after.texts[i],
+            before=None,
+            after=after.texts[number],
             reference=sample.reference,
-            scores_before={} if before is None else scores(sample, before, i),
-            scores_after=scores(sample, after, i),
+            scores_before={},
+            scores_after=scores(sample, after, number),
         )
-        for i, sample in enumerate(samples)
-    ]
+        if before is not None:
+            earlier = {"before": before.texts[number], "scores_before": scores(sample, before, number)}
+            row = row.model_copy(update=earlier)
+        rows.append(row)
+    return rows
 
 
 def write_rows(path: Path, rows: list[SampleRow]) -> None:
     """samples.jsonl: one line per prompt, whole or not at all."""
-    write_text(path, "".join(strict_json(row.model_dump()) + "\n" for row in rows))
+    lines = [strict_json(row.model_dump()) for row in rows]
+    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
     """Print the first rows and the mean scores as tables. `source`: where the prompts come from."""
     console = terminal()
-    columns = {name: [getattr(row, name) for row in rows[:most]] for name in ("prompt", "before", "after", "reference")}
-    columns["prompt"] = [question(prompt) for prompt in columns["prompt"]]
-    columns = {name: texts for name, texts in columns.items() if any(text is not None for text in texts)}
-    texts = [[*map(short, row)] for row in zip(*columns.values(), strict=True)]
+    shown = rows[:most]
+    columns = ["prompt", "before", "after", "reference"]
+    for name in ("before", "reference"):
+        if all(getattr(row, name) is None for row in shown):
+            columns.remove(name)
+    texts = []
+    for row in shown:
+        cells = row.model_dump() | {"prompt": question(row.prompt)}
+        texts.append([short(cells[name]) for name in columns])
     print_texts(f"Before and after ({len(texts)} of {len(rows)} prompts, {source})", tuple(columns), texts, console)
     for name, (before, after, count) in mean_scores(rows).items():
-        line = "" if before is None else f"{before:#8.4g} before  "
-        console.print(plain(f"  {name:15s} {line}{after:#8.4g} after  ({count} rows)"), soft_wrap=True)
+        line = f"{after:#8.4g} after  ({count} rows)"
+        if before is not None:
+            line = f"{before:#8.4g} before  {line}"
+        console.print(plain(f"  {name:15s} {line}"), soft_wrap=True)

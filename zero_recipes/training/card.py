@@ -34,7 +34,8 @@ def write_card(folder: Path, out: Path | None = None) -> None:
     """README.md from what a run has written, as far as it has come. `out`: where the model was exported to."""
     run = schema.Metrics.read(folder / schema.FILE)
     recipe = _recipe(folder)
-    base, named = recipe.get("model_name_or_path") or run.model, _data(recipe)
+    base = recipe.get("model_name_or_path") or run.model
+    named = _data(recipe)
     licence = licence_of(base, "model", run.model_revision)
     out = out or folder
     if run.losses:
@@ -43,16 +44,27 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         figure = Figure((7, 3.2), dpi=120, layout="constrained")
         read_runs.draw_losses(figure.subplots(), run)
         figure.savefig(out / PICTURE)
-    is_adapter = (out / ADAPTER).is_file()
     data = ModelCardData(
-        base_model=base if on_hub(base) else None,
-        datasets=[name for name in named if on_hub(name)] or None,
         license=licence,
-        library_name="peft" if is_adapter else "transformers",
+        library_name="transformers",
         pipeline_tag="text-generation",
         model_name=out.resolve().name,
-        tags=["zero-recipes", "trl", "sft", *["deepspeed"] * run.strategy.startswith("zero"), *["lora"] * is_adapter],
+        tags=["zero-recipes", "trl", "sft"],
     )
+    if on_hub(base):
+        data.base_model = base
+    if any(map(on_hub, named)):
+        data.datasets = list(filter(on_hub, named))
+    if run.strategy.startswith("zero"):
+        data.tags.append("deepspeed")
+    is_adapter = (out / ADAPTER).is_file()
+    adapter = {}
+    if is_adapter:
+        data.library_name = "peft"
+        data.tags.append("lora")
+        adapter = json.loads((folder / "adapter_config.json").read_text())
+    licences = [(redacted(name), licence_of(name, "dataset") or "unknown") for name in named]
+    samples = read_runs.read_samples(folder / SAMPLES)[:MOST_SAMPLES]
     card = ModelCard.from_template(
         data,
         template_str=(resources.files("zero_recipes.training") / "card.md.j2").read_text(),
@@ -61,10 +73,10 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         base=redacted(base) or "an unnamed model",
         licence=licence or "unknown",
         is_adapter=is_adapter,
-        adapter=json.loads((folder / "adapter_config.json").read_text()) if is_adapter else {},
-        data=[(redacted(name), licence_of(name, "dataset") or "unknown") for name in named],
+        adapter=adapter,
+        data=licences,
         measured=_measured(run),
-        samples=[_cells(row) for row in read_runs.read_samples(folder / SAMPLES)[:MOST_SAMPLES]],
+        samples=[_cells(row) for row in samples],
         units=units,
     )
     write_text(out / README, str(card))
@@ -72,51 +84,70 @@ def write_card(folder: Path, out: Path | None = None) -> None:
 
 def _recipe(folder: Path) -> dict[str, Any]:
     path = folder / RECIPE
-    return yaml.safe_load(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return yaml.safe_load(path.read_text())
 
 
 def _data(recipe: Mapping[str, Any]) -> list[str]:
     """The names of a recipe's data: of the hub, or files of one of the formats."""
     entries = [*(recipe.get("datasets") or []), {"path": recipe.get("dataset_name")}]
-    files = [entry.get("data_files") or entry["path"] for entry in entries]
-    return [str(name) for each in files if each for name in (each if isinstance(each, list) else [each])]
+    names = []
+    for entry in entries:
+        files = entry.get("data_files") or entry["path"]
+        if isinstance(files, list):
+            names += map(str, files)
+        elif files:
+            names.append(str(files))
+    return names
 
 
 def licence_of(name: str | None, kind: str, revision: str | None = None) -> str | None:
     """By the README.md of a folder or of the hub's cache; no request to the hub. `kind`: model or dataset."""
-    local = Path(str(name)) / README
-    path = local if local.is_file() else None
-    if path is None and on_hub(name):
-        path = try_to_load_from_cache(name, README, repo_type=kind, revision=revision)
+    path = Path(str(name)) / README
+    if not path.is_file():
+        path = try_to_load_from_cache(name, README, repo_type=kind, revision=revision) if on_hub(name) else None
+    if not isinstance(path, (str, Path)):  # None, or huggingface_hub's mark of a file that is not there
+        return None
     with suppress(OSError, ValueError, yaml.YAMLError):
-        found = (metadata_load(path) or {}).get("license") if isinstance(path, (str, Path)) else None
-        return ", ".join(found) if isinstance(found, list) else found
+        found = (metadata_load(path) or {}).get("license")
+        if isinstance(found, list):
+            return ", ".join(found)
+        return found
     return None
 
 
 def _measured(run: schema.Metrics) -> list[tuple[str, str, str]]:
     """(what, measured, planned) of the rank that needs most."""
-    plan, rank, on_gpu = run.predicted or schema.PredictedMetrics(), run.fullest_rank, run.device != "cpu"
-    sent, seconds = run.communication_bytes_per_step, run.step_seconds
-    rows = [
-        ("Model states per process", units.size((rank and rank.total) or None), units.size(plan.state_bytes)),
-        (
-            "Peak memory per GPU, allocated" if on_gpu else "Peak memory per process (RSS)",
-            units.size(run.peak("allocated" if on_gpu else "rss")),
-            units.size(plan.peak_memory_bytes if on_gpu else None),
-        ),
-        ("Communication per step and process", units.size(sum(sent.values())) if sent else "", ""),
-        ("Tokens per second, all processes", units.count(run.speed), ""),
-        ("Seconds per step, median", units.significant(seconds.median) if seconds and seconds.median else "", ""),
-        ("Model FLOPs utilization", units.percent(run.mfu), ""),
-    ]
-    return [row for row in rows if any(row[1:])]
+    plan = run.predicted or schema.PredictedMetrics()
+    rows = []
+
+    def add(what: str, measured: str, planned: str = "") -> None:
+        if measured or planned:
+            rows.append((what, measured, planned))
+
+    states = run.fullest_rank and run.fullest_rank.total
+    add("Model states per process", units.size(states or None), units.size(plan.state_bytes))
+    if run.device == "cpu":
+        add("Peak memory per process (RSS)", units.size(run.peak("rss")))
+    else:
+        add("Peak memory per GPU, allocated", units.size(run.peak("allocated")), units.size(plan.peak_memory_bytes))
+    if run.communication_bytes_per_step:
+        add("Communication per step and process", units.size(sum(run.communication_bytes_per_step.values())))
+    add("Tokens per second, all processes", units.count(run.speed))
+    if run.step_seconds and run.step_seconds.median:
+        add("Seconds per step, median", units.significant(run.step_seconds.median))
+    add("Model FLOPs utilization", units.percent(run.mfu))
+    return rows
 
 
 def _cells(row: read_runs.SampleRow) -> list[str]:
     """Prompt, before and after for a table of markdown."""
-    texts = map(read_runs.short, (read_runs.question(row.prompt), row.before, row.after))
-    return [text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("\n", "<br>") for text in texts]
+    cells = []
+    for text in (read_runs.question(row.prompt), row.before, row.after):
+        escaped = read_runs.short(text).replace("&", "&amp;").replace("<", "&lt;")
+        cells.append(escaped.replace("|", "\\|").replace("\n", "<br>"))
+    return cells
 
 
 def redacted(value: Any) -> Any:
@@ -127,11 +158,13 @@ def redacted(value: Any) -> Any:
         return [redacted(each) for each in value]
     if not isinstance(value, str):
         return value
-    is_bare = "/" in value and not any(c.isspace() for c in value) and "://" not in value and not on_hub(value)
+    is_one_word = len(value.split()) == 1 and value == value.strip()
+    is_bare = is_one_word and "/" in value and "://" not in value and not on_hub(value)
     if (is_bare or value.startswith(("/", "~/", "./", "../"))) and "\n" not in value:
         return Path(value).name or value
     for folder in (Path.cwd(), Path.home()):
-        value = value.replace(f"{folder}/", "") if len(folder.parts) > 1 else value
+        if len(folder.parts) > 1:
+            value = value.replace(f"{folder}/", "")
     return value
 
 
@@ -146,15 +179,18 @@ def hub(token: str | None) -> HfApi:
 
 
 def push(folder: Path, repo: str, token: str | None = None, revision: str | None = None) -> str:
-    """One commit with the model, its card, its measurements and its recipe; returns its address. Other files stay here:
-    checkpoints, logs, failures and pickles. Raises NotPushed."""
+    """One commit with the model, its card, its measurements and its recipe. Returns its address.
+
+    Other files stay here: checkpoints, logs, failures and pickles. Raises NotPushed.
+    """
     write_card(folder)
     names = {*saved_files(folder), README, PICTURE, SAMPLES, schema.FILE, RECIPE, "generation_config.json"}
     contents = {name: _redacted_file(folder / name) for name in sorted(names) if (folder / name).is_file()}
     if (folder / CHECKSUMS).is_file():
         sums = json.loads((folder / CHECKSUMS).read_text())
-        changed = {name: content for name, content in contents.items() if isinstance(content, bytes)}
-        sums["files"] |= {n: hashlib.sha256(c).hexdigest() for n, c in changed.items() if n in sums["files"]}
+        for name, content in contents.items():
+            if isinstance(content, bytes) and name in sums["files"]:
+                sums["files"][name] = hashlib.sha256(content).hexdigest()
         contents[CHECKSUMS] = strict_json(sums, indent=2).encode()
     operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
     try:

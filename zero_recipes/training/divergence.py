@@ -38,13 +38,17 @@ class StopAtDivergence(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         wrong = not_finite(self.metrics)
-        self.in_a_row = self.in_a_row + 1 if wrong else 0
+        if not wrong:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
         if self.in_a_row == 1:
             self.first = f"{' and '.join(wrong)} at step {state.global_step}"
             say(f"{self.first}. The run ends after {self.limit} such steps in a row (stop_after_nonfinite_steps)")
         if self.in_a_row >= self.limit:
             control.should_training_stop = True
-            control.should_save = control.should_evaluate = False
+            control.should_save = False
+            control.should_evaluate = False
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         if self.in_a_row or has_nonfinite_weights(model):
@@ -54,13 +58,20 @@ class StopAtDivergence(TrainerCallback):
 def not_finite(metrics: StageMetricsCallback) -> list[str]:
     """What of the last step's loss and gradient norm is NaN or infinite, in words."""
     loss, norm = metrics.last_step
-    found = {"loss": loss} if metrics.identity.precision == "fp16" else {"loss": loss, "gradient norm": norm}
-    return [f"the {what} is {value}" for what, value in found.items() if not math.isfinite(value)]
+    wrong = []
+    if not math.isfinite(loss):
+        wrong.append(f"the loss is {loss}")
+    if metrics.identity.precision != "fp16" and not math.isfinite(norm):
+        wrong.append(f"the gradient norm is {norm}")
+    return wrong
 
 
 def has_nonfinite_weights(model: torch.nn.Module) -> bool:
     """Whether a weight on any rank is NaN or infinite. Collective. What is partitioned has unused bytes at its end;
     there the gradient norm shows it, which stage 3 always has."""
-    whole = [local(p) for p in model.parameters() if p.requires_grad and not is_partitioned(p)]
-    bad = torch.stack([~torch.isfinite(p).all() for p in whole]).any() if whole else torch.tensor(False)
-    return bool(reduce(bad.to(PartialState().device, torch.float32)).item())
+    device = PartialState().device
+    bad = torch.zeros((), device=device)  # read once: each reading would wait for the GPU
+    for p in model.parameters():
+        if p.requires_grad and not is_partitioned(p):
+            bad += (~torch.isfinite(local(p)).all()).to(bad)
+    return bool(reduce(bad).item())

@@ -75,19 +75,24 @@ class TokenWeights:
         """(micro batches of a step, its tokens with a loss on all ranks). `count_again`: the trainer's own count."""
         lengths = [batch.pop(ROW_LENGTHS, None) for batch in batches]
         if self.shares_sequences and batches:
-            own = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()  # of its parts
+            own = sum((batch["shift_labels"] != -100).sum() for batch in batches)  # of its parts
             return batches, self.trainer.accelerator.gather(own.to(device)).sum()
-        left_over = rows_left_over(self.trainer.callback_handler.train_dataloader) if batches else 0
+        left_over = 0
+        if batches:
+            left_over = rows_left_over(self.trainer.callback_handler.train_dataloader)
         if self._ends_with_repeated_rows(left_over) and "labels" in batches[-1]:
-            self._repeated = batches[-1], self._tokens_repeated(batches[-1], lengths[-1], left_over)
-            without_loss(*self._repeated)
+            tokens = self._tokens_repeated(batches[-1], lengths[-1], left_over)
+            self._repeated = (batches[-1], tokens)
+            without_loss(batches[-1], tokens)
             count = count_again(batches, device)
         return batches, count
 
     def repeated_tokens(self, batch: Batch) -> torch.Tensor | None:
         """Which tokens of a batch in training are of rows that the epoch had before, a mask of the shape of `labels`;
         None where there is no such row. Their labels are -100 by then."""
-        return self._repeated[1] if self._repeated is not None and self._repeated[0] is batch else None
+        if self._repeated is None or self._repeated[0] is not batch:
+            return None
+        return self._repeated[1]
 
     def begin_evaluation(self) -> None:
         self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.trainer.args.device)
@@ -108,7 +113,9 @@ class TokenWeights:
     def evaluated_loss(self) -> float | None:
         """Of the evaluation that has ended; None where no token had a loss. Collective."""
         loss, tokens = self.trainer.accelerator.reduce(self._evaluated).tolist()
-        return loss / tokens if tokens else None
+        if not tokens:
+            return None
+        return loss / tokens
 
     def _ends_with_repeated_rows(self, left_over: int) -> bool:
         """Whether this is the last batch of a data loader, filled with rows that it had before. Agrees on all ranks.
@@ -159,7 +166,8 @@ class TokenMetrics:
 
     def __init__(self, trainer: SFTTrainer, when: str):
         """`when`: the recipe's token_metrics, "logging_steps" or "micro_batch" (TRL's own)."""
-        self.trainer, self.when = trainer, when
+        self.trainer = trainer
+        self.when = when
         self.repeated: torch.Tensor | None = None  # tokens of the micro batch at work that the epoch had before
         self._kept: list[torch.Tensor] = []  # per micro batch: supervised, entropy, right ones, tokens
         self._evaluated: torch.Tensor | int = 0  # the same, summed over an evaluation
@@ -187,8 +195,9 @@ class TokenMetrics:
         if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())  # gradients are averaged
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        mask = mask if self.repeated is None else mask & ~self.repeated
-        counted = supervised, outputs.entropy.detach().sum(), outputs.is_top1.sum(), mask.sum()
+        if self.repeated is not None:
+            mask = mask & ~self.repeated
+        counted = [supervised, outputs.entropy.detach().sum(), outputs.is_top1.sum(), mask.sum()]
         counted = torch.stack([number.double() for number in counted])
         if trainer.model.training:
             self._kept.append(counted)
@@ -206,18 +215,21 @@ class TokenMetrics:
             return []
         own = torch.stack(self._kept).unsqueeze(0)  # (1, micro batches, 4)
         self._kept = []
-        return [
-            (entropy / supervised, right / supervised, int(tokens)) if supervised else (0.0, 0.0, int(tokens))
-            for supervised, entropy, right, tokens in self.trainer.accelerator.gather(own).sum(0).tolist()
-        ]
+        taken = []
+        for supervised, entropy, right, tokens in self.trainer.accelerator.gather(own).sum(0).tolist():
+            count = supervised or 1.0  # where no token has a loss both sums are 0
+            taken.append((entropy / count, right / count, int(tokens)))
+        return taken
 
     def take_evaluated(self) -> tuple[float, float] | None:
         """(entropy, token accuracy) of an evaluation's tokens; TRL's are means of batches. Collective for any."""
-        own, self._evaluated = self._evaluated, 0
+        own = self._evaluated
+        self._evaluated = 0
         if isinstance(own, int):
             return None
         supervised, entropy, right, _ = self.trainer.accelerator.reduce(own).tolist()
-        return (entropy / supervised, right / supervised) if supervised else (0.0, 0.0)
+        count = supervised or 1.0
+        return entropy / count, right / count
 
 
 # Ulysses sequence parallelism (ALST): processes share each sequence, and swap its parts for heads in attention.
