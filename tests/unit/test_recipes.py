@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 
 import pytest
@@ -95,17 +94,17 @@ def test_a_list_is_what_trls_parser_makes_of_it(key, form, tmp_path):
         assert targets_or_error(adapter_config, settings) == wanted
 
 
-def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
+def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path):
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
-    monkeypatch.delenv("ZERO_RECIPES_TEST", raising=False)
     path = tmp_path / "trl.yaml"
     path.write_text(
         "env:\n  ZERO_RECIPES_TEST: 7\nmodel_name_or_path: m\ndatasets:\n  - path: json\n    data_files: d.jsonl\n"
         "test_split_size: 0.1\nlearning_rate: 1e-5\npacking: false\nlora_target_modules: [q, v]\nuse_cpu: true\n"
         "output_dir: o\nreport_to: none\nbf16: false\n"
     )
-    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), ["--max_steps", "5"])
+    mapping = recipes.read_recipe_file(path)
+    recipe = recipes.parse_recipe(path, mapping, ["--max_steps", "5"])
     assert mapping.environment["ZERO_RECIPES_TEST"] == "7"
     ours = recipes.trl_arguments(recipe.settings, path)
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))

@@ -49,14 +49,22 @@ Inputs = Iterable[tuple[str, Path]]  # what a run reads: (what names it, a path 
 
 def saved_in(output_dir: Path) -> list[Path]:
     """Checkpoints, weights and finished measurements in a folder; of another program's, all that a run writes over."""
-    patterns = ("*.safetensors", "pytorch_model*.bin") if _is_ours(output_dir) else WRITTEN
-    files = sorted({path for pattern in patterns for path in output_dir.glob(pattern)})
-    metrics = [output_dir / "metrics.json"] if _is_finished(output_dir / "metrics.json") else []
-    return [*numbered(output_dir), *files, *metrics]
+    patterns: Iterable[str] = WRITTEN
+    if _is_ours(output_dir):
+        patterns = ("*.safetensors", "pytorch_model*.bin")
+    files: set[Path] = set()
+    for pattern in patterns:
+        files.update(output_dir.glob(pattern))
+    found = [*numbered(output_dir), *sorted(files)]
+    if _is_finished(output_dir / "metrics.json"):
+        found.append(output_dir / "metrics.json")
+    return found
 
 
 def _is_ours(folder: Path) -> bool:
-    return any((folder / name).exists() for name in OURS) or any(not is_foreign(path) for path in numbered(folder))
+    if any((folder / name).exists() for name in OURS):
+        return True
+    return not all(map(is_foreign, numbered(folder)))
 
 
 def _is_finished(metrics: Path) -> bool:
@@ -71,11 +79,14 @@ def _is_finished(metrics: Path) -> bool:
 
 def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) -> Inputs:
     """What exists of what the recipe, any key of it and the launcher's environment name."""
-    named = {key: tree_leaves(value) for key, value in settings.as_dict().items() if key not in NOT_READ}
-    named |= {"the recipe": [str(recipe)], "the working directory": [str(Path.cwd())]}
-    named["the DeepSpeed configuration"] = [environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")]
-    for key, leaves in named.items():
-        for text in (leaf for leaf in leaves if isinstance(leaf, str)):
+    named = {key: value for key, value in settings.as_dict().items() if key not in NOT_READ}
+    named["the recipe"] = str(recipe)
+    named["the working directory"] = str(Path.cwd())
+    named["the DeepSpeed configuration"] = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    for key, value in named.items():
+        for text in tree_leaves(value):
+            if not isinstance(text, str):
+                continue
             with suppress(OSError, ValueError):  # too long, or a NUL: no path
                 path = Path(text.partition("*")[0]).expanduser()  # of a pattern the folder that it looks into
                 if text and path.exists():
@@ -85,20 +96,27 @@ def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) 
 def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Inputs = ()) -> None:
     """Refuse a folder that holds what an earlier run or another program saved, unless the recipe resumes or overwrites
     its own; to overwrite what the run reads; and to write among the data. Touches nothing."""
-    inputs, folder, found = list(inputs), output_dir.resolve(), saved_in(output_dir)
+    inputs = list(inputs)
+    folder = output_dir.resolve()
+    found = saved_in(output_dir)
     for key, path in inputs:
         data = path.resolve()
         if key in DATA and (data.is_relative_to(folder) or folder.is_relative_to(data)):
             raise refusal("ZR753", output_dir=output_dir, key=key, path=path)
     if found and overwrite:
         _refuse_foreign(output_dir)
-        going = (folder, previous_of(output_dir))
-        to_delete = {_identity(path.lstat()) for each in going for path in (each, *each.rglob("*")) if path.exists()}
+        to_delete = set()
+        for each in (folder, previous_of(output_dir)):
+            for path in (each, *each.rglob("*")):
+                if path.exists():
+                    to_delete.add(_identity(path.lstat()))
         for key, path in inputs:
             if _identity(path.stat()) in to_delete:  # where it is mounted or linked to, too
                 raise refusal("ZR751", path=path.resolve(), key=key, read=path)
     elif found and not (resumes_in(output_dir, resume) and (_is_ours(output_dir) or numbered(output_dir))):
-        listed = ", ".join(path.name for path in found[:4]) + (" ..." if len(found) > 4 else "")
+        listed = ", ".join(path.name for path in found[:4])
+        if len(found) > 4:
+            listed += " ..."
         raise refusal("ZR702", output_dir=output_dir, found=listed, previous=previous_of(output_dir))
 
 
@@ -192,12 +210,18 @@ def claim_output_dir(output_dir: Path, overwrite: bool, step: int = 0) -> Path |
     """Make the folder this run's, on rank 0, which holds it: an earlier run's failure files and unfinished checkpoints
     go, damaged ones after `step`, where the run begins, are moved aside; under `overwrite` the folder as it was is kept
     beside it, and returned. Raises Refusal."""
-    previous = _keep_previous(output_dir) if overwrite and saved_in(output_dir) else None
+    previous = None
+    if overwrite and saved_in(output_dir):
+        previous = _keep_previous(output_dir)
     clear_unfinished(output_dir, step)
     cut_off = [*output_dir.glob("failure.rank[0-9]*.json"), *output_dir.glob(f"*{PART}")]
-    cut_off += [_going(output_dir)] if previous_of(output_dir).exists() else []
+    if previous_of(output_dir).exists():
+        cut_off.append(_going(output_dir))
     for path in cut_off:
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     return previous
 
 
