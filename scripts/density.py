@@ -30,8 +30,9 @@ def kind_of(node: ast.AST) -> str | None:
         return "comprehensions"
     if isinstance(node, ast.IfExp):
         return "conditional expressions"
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-        if any(isinstance(target, ast.Tuple) for target in node.targets):
+    if isinstance(node, ast.Assign):
+        sides = [*node.targets, node.value]
+        if all(isinstance(side, ast.Tuple) for side in sides):
             return "parallel assignments"
     return None
 
