@@ -33,14 +33,13 @@ def recipe_facts(settings: Settings, strategy: Strategy) -> dict[str, Any]:
     facts["accelerator_config"] = _accelerator_config(settings)
 
     def plain(value: Any) -> Any:
-        """An enum's value; text of anything else that JSON does not know."""
         return getattr(value, "value", str(value))
 
     return json.loads(json.dumps(facts, default=plain))
 
 
 def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
-    """What of a run does not fit the checkpoint. One without a manifest, named by its path, cannot be compared."""
+    """What does not fit. A checkpoint without a manifest, named by its path, cannot be compared."""
     if strategy.ds.on_nvme:
         yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
     dispatches = _accelerator_config(settings)["dispatch_batches"]
@@ -70,7 +69,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
 
 
 def _order_by_world(settings: Settings) -> Iterator[str]:
-    """Settings under which the order of the rows follows from the number of processes."""
+    """Settings under which the rows' order follows from the number of processes."""
     order = str(settings.train_sampling_strategy)
     if order in ("group_by_length", "batch_rebalance"):
         yield f"train_sampling_strategy: {order}"
@@ -79,7 +78,7 @@ def _order_by_world(settings: Settings) -> Iterator[str]:
 
 
 def refuse_other_data(checkpoint: str | None, data_sha256: str) -> None:
-    """Refuse rows that are not those of the checkpoint. `data_sha256`: data.prepare.Prepared's."""
+    """Refuse rows that are not the checkpoint's. `data_sha256`: data.prepare.Prepared's."""
     if checkpoint is None:
         return
     written = read_manifest(Path(checkpoint)) or {}
@@ -89,7 +88,7 @@ def refuse_other_data(checkpoint: str | None, data_sha256: str) -> None:
 
 
 def _missing_states(folder: Path, strategy: Strategy) -> Iterator[Finding]:
-    """Files that a resume would go on without: transformers and DeepSpeed begin with fresh states.
+    """Files that a resume would go on without, with fresh states.
 
     transformers 5.23, trainer.py `_load_optimizer_and_scheduler` loads neither where one is missing;
     DeepSpeed 0.19.8, runtime/engine.py `load_checkpoint` keeps the fresh optimizer.
@@ -109,7 +108,7 @@ def _missing_states(folder: Path, strategy: Strategy) -> Iterator[Finding]:
 
 
 def needs_reshard(written: Mapping | None, strategy: Strategy) -> bool:
-    """Whether the checkpoint can be gone on from once `zero-recipes reshard` has spread it over these processes."""
+    """Whether the run can go on from it once `zero-recipes reshard` has spread it over these processes."""
     if written is None or not strategy.zero_stage or written.get("strategy") != strategy.name:
         return False
     return written["world_size"] != strategy.world_size
@@ -162,7 +161,7 @@ def _listed(keys: list[str], values: Mapping) -> str:
 
 
 def _resharded(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
-    """What would make a run from a resharded checkpoint, or from one that will be, another one than was saved."""
+    """What would make it another run than was saved."""
     if strategy.zero_stage not in (1, 2, 3):
         yield finding("ZR712", name=strategy.name, checkpoint=checkpoint)
         return

@@ -2,8 +2,7 @@
 
 Unfinished checkpoints are passed over; nothing whole is lost.
 The folder `zero_states` of a resharded one holds one safetensors file for each trainable parameter (the master, named
-fp32, exp_avg, exp_avg_sq, in the parameter's shape and the dtype that the run kept them in) and index.json (groups,
-Adam's step, the engine's counters).
+fp32, exp_avg, exp_avg_sq, in the parameter's shape and the run's dtype) and index.json (save.read_states_index).
 """
 
 import dataclasses
@@ -36,7 +35,7 @@ HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
 
 
 def resumes(requested: object) -> bool:
-    """Whether `resume_from_checkpoint` names anything. transformers takes the command line's "true" for a path."""
+    """Whether `resume_from_checkpoint` names anything. transformers takes "true" for a path."""
     return str(requested).lower() not in ("none", "false")
 
 
@@ -54,7 +53,7 @@ def requested_in(output_dir: Path, settings: Settings) -> object:
 
 
 class Batch(NamedTuple):
-    """How the sequences of one optimizer step are spread."""
+    """The sequences of one optimizer step."""
 
     micro: int
     accumulation: int
@@ -79,12 +78,12 @@ class Batch(NamedTuple):
 
 
 def requested_batch(settings: Settings) -> list[int | None]:
-    """What a recipe and its command line say of the batch, whatever becomes of it over other processes."""
+    """What the recipe says of the batch, whatever becomes of it over other processes."""
     return [settings.per_device_train_batch_size, settings.gradient_accumulation_steps, settings.global_batch_size]
 
 
 def batch_kept(output_dir: Path, requested: object, given: list[int | None], world_size: int) -> dict[str, int] | None:
-    """The batch of the checkpoint that `true` means, over these processes; None where the recipe's own counts."""
+    """That of the checkpoint that `true` means, over these processes; None where the recipe's own counts."""
     if str(requested).lower() != "true":
         return None
     written = _last_manifest(output_dir)
@@ -116,13 +115,13 @@ def numbered(output_dir: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps that the checkpoint has behind it, by its name; -1 where the name does not say."""
+    """Optimizer steps behind it, by its name; -1 where that does not say."""
     named = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
     return int(named[1]) if named else -1
 
 
 def steps_behind(checkpoint: Path) -> int:
-    """The same by its manifest, whatever its name is; by its name where another program wrote it."""
+    """The same by its manifest; by its name where another program wrote it."""
     written = save.read_manifest(checkpoint)
     return step_of(checkpoint) if written is None else written["step"]
 
@@ -137,8 +136,7 @@ def checkpoint_to_resume(
     """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
 
     `true` where there is none starts fresh and says so: a pod that restarts runs the same command.
-    Nothing is changed here (`clear_unfinished` does, after the last refusal).
-    `damaged`: passed over too. Raises Refusal.
+    Nothing is changed here (`clear_unfinished` does). `damaged`: passed over too. Raises Refusal.
     """
     if not resumes(requested):
         return None
@@ -274,7 +272,7 @@ def _reshard(checkpoint: Path, strategy: Strategy, target: Path) -> None:
 
 
 def forget_resharded(output_dir: Path) -> None:
-    """Delete what runs have resharded for themselves, once they have saved checkpoints of their own."""
+    """Delete what runs have resharded for themselves, once they have checkpoints of their own."""
     for mark in output_dir.glob(f"checkpoint-*/{save.OF_A_RUN}"):
         save.begin_checkpoint(mark.parent)
         shutil.rmtree(mark.parent)
@@ -283,9 +281,9 @@ def forget_resharded(output_dir: Path) -> None:
 def clear_unfinished(output_dir: Path, step: int = 0) -> None:
     """Make room for the checkpoints after `step`, where the run begins, on rank 0 after the last refusal.
 
-    Unfinished ones are deleted: nobody can go on from them, and their steps are trained again, bit for bit.
+    Unfinished ones are deleted: their steps are trained again, bit for bit.
     Damaged ones were whole once: they are moved aside.
-    A later one was passed over, so its contents may be what is damaged.
+    A later one was passed over: its contents may be damaged.
     """
     for checkpoint in numbered(output_dir):
         if checkpoint.is_symlink() or save.is_foreign(checkpoint):
@@ -302,7 +300,7 @@ def clear_unfinished(output_dir: Path, step: int = 0) -> None:
 
 
 def _move_aside(checkpoint: Path, fault: str) -> None:
-    """Under a name that no run writes to or rotates away."""
+    """To a name that no run writes to or rotates away."""
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     while aside.exists():
         aside = aside.with_name(f"{aside.name}-again")
@@ -311,7 +309,7 @@ def _move_aside(checkpoint: Path, fault: str) -> None:
 
 
 def _refuse_code(checkpoint: Path, share: int, of: int) -> None:
-    """DeepSpeed and transformers load pickles of a checkpoint, and of the best one that it names."""
+    """In a checkpoint, and in the best one that it names."""
     best = json.loads((checkpoint / save.STATE).read_text()).get("best_model_checkpoint")
     for folder in {checkpoint.resolve(), Path(best or checkpoint).resolve()}:
         found = code_in(folder, share, of)
@@ -320,12 +318,12 @@ def _refuse_code(checkpoint: Path, share: int, of: int) -> None:
 
 
 def code_refusal(checkpoint: Path, found: str | None) -> Refusal:
-    """Of a checkpoint with a pickle that is more than data. `found`: of `code_in`."""
+    """`found`: of `code_in`."""
     return refusal("ZR780", checkpoint=checkpoint, found=found)
 
 
 def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
-    """The first file of a checkpoint that cannot be read without running what it holds, and why."""
+    """The first file that cannot be read without running what it holds, and why."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files[share::of]:
         why = not_plain(path)
@@ -340,8 +338,7 @@ def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
 def load_resharded(engine, checkpoint: str | Path) -> None:
     """Put a resharded checkpoint's weights, optimizer states and counters into `engine`, before its first step.
 
-    Every rank calls it (collectives at the end).
-    Each reads the mapped files of one parameter after another and copies its own part.
+    Collective. Each rank reads the mapped files of one parameter after another and copies its own part.
     Raises Refusal on all ranks where the parameters or their groups are not the checkpoint's.
     """
     index = save.read_states_index(checkpoint)
@@ -366,9 +363,9 @@ def load_resharded(engine, checkpoint: str | Path) -> None:
 
 
 def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any], checkpoint: str | Path) -> None:
-    """The learning rate of the moment, and what else DeepSpeed's own load takes from the checkpoint's groups.
+    """What DeepSpeed's own load takes from the checkpoint's groups, the learning rate of the moment among it.
 
-    transformers makes the scheduler anew and loads its counter only: until its next step the rate is the group's.
+    transformers loads the scheduler's counter only: until its next step the rate is the group's.
     """
     names = {id(p): name for name, p in parameters.items()}
     groups = []

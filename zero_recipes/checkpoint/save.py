@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from zero_recipes.core.files import write_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
 
-# files of a checkpoint
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"
 STATE = "trainer_state.json"
@@ -58,7 +57,7 @@ class NotWhole(RunFailed):
 def checksums_of(folder: Path, names: Iterable[str], algorithm: Any = xxhash.xxh3_128) -> dict[str, str | None]:
     """{name: hexadecimal digits} of files; None of one that cannot be read.
 
-    `algorithm`: xxh3_128 for checkpoints (as fast as memory is read), "sha256" for models that are handed on.
+    xxh3_128 for checkpoints (as fast as memory is read), "sha256" for models that are handed on.
     """
 
     def digits(name: str) -> str | None:
@@ -74,7 +73,7 @@ def checksums_of(folder: Path, names: Iterable[str], algorithm: Any = xxhash.xxh
 
 
 def first_changed(folder: Path, expected: dict[str, str], algorithm: Any = xxhash.xxh3_128) -> str | None:
-    """The first file whose checksum is not the one that is expected; None if all have theirs."""
+    """The first file whose checksum is another; None if all have theirs."""
     for name, digits in checksums_of(folder, expected, algorithm).items():
         if digits != expected[name]:
             return name
@@ -85,7 +84,7 @@ def first_changed(folder: Path, expected: dict[str, str], algorithm: Any = xxhas
 
 
 def begin_checkpoint(checkpoint: Path) -> None:
-    """Until `write_manifest`, the checkpoint is known to be unfinished; likewise one that is being deleted."""
+    """It is known to be unfinished until `write_manifest`; likewise one that is being deleted."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / UNFINISHED).touch()
     (checkpoint / MANIFEST).unlink(missing_ok=True)
@@ -94,7 +93,7 @@ def begin_checkpoint(checkpoint: Path) -> None:
 def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool = True) -> None:
     """Write manifest.json after all ranks have written their files; every file reaches the disk before it does.
 
-    `facts`: of the run, and the step; or another manifest. Checksums are computed while the disk writes.
+    `facts`: of the run, and the step; or another manifest.
     """
     sizes = {}
     for path in sorted(checkpoint.rglob("*")):
@@ -103,7 +102,7 @@ def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool
             sizes[name] = path.stat().st_size
     digests = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        synced = pool.map(_sync, [checkpoint / name for name in sizes])
+        synced = pool.map(_sync, [checkpoint / name for name in sizes])  # the disk writes while checksums are computed
         if with_checksums:
             digests = checksums_of(checkpoint, sizes)
         list(synced)  # raises what a thread has raised
@@ -125,12 +124,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def is_unfinished(checkpoint: Path) -> bool:
-    """Whether a save of ours into this folder was begun and not ended."""
+    """Whether a save of ours was begun and not ended."""
     return (checkpoint / UNFINISHED).exists() and not (checkpoint / MANIFEST).exists()
 
 
 def is_foreign(checkpoint: Path) -> bool:
-    """Whether another program wrote it: neither ended nor begun by us, and without the history that ours have."""
+    """Whether another program wrote it."""
     return not any((checkpoint / name).exists() for name in (UNFINISHED, MANIFEST, HISTORY))
 
 
@@ -162,7 +161,7 @@ def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
 
 
 def document_fault(checkpoint: Path) -> str | None:
-    """The first small file that a resume could not read, once the weights are loaded; None if there is none."""
+    """The first small file that a resume could not read; None if there is none."""
     for name in (LATEST, STATE, HISTORY, INDEX_OF_STATES):
         path = checkpoint / name
         try:
@@ -189,7 +188,7 @@ def is_resharded(checkpoint: str | Path) -> bool:
 
 
 def read_states_index(checkpoint: str | Path) -> dict[str, Any]:
-    """What a resharded checkpoint holds besides its tensors.
+    """Of a resharded checkpoint.
 
     "adam_step"; "source": {"checkpoint", "stage", "world_size"}; "engine": counters and DeepSpeed's scheduler;
     "groups": the optimizer's, with hyperparameters and names; "states": "fp32" or "bf16", of masters and moments.
@@ -227,9 +226,9 @@ class Entry:
 
 
 def compare_with_class(folder: Path, trust_remote_code: bool = False) -> dict[str, Entry]:
-    """Compare a saved model or adapter with its class, built on the meta device; only tied weights may be absent.
+    """Compare a saved model or adapter with its class, on the meta device; only tied weights may be absent.
 
-    Returns {tensor name: entry}. Raises NotWhole.
+    Returns `entries_of`. Raises NotWhole.
     """
     entries = entries_of(folder)
     if not entries or any(0 in entry.shape for entry in entries.values()):
@@ -245,10 +244,7 @@ def compare_with_class(folder: Path, trust_remote_code: bool = False) -> dict[st
 
 
 def entries_of(folder: Path) -> dict[str, Entry]:
-    """{tensor name: entry}, from one file or from the shards that an index names. Raises NotWhole.
-
-    safetensors checks that names, shapes and offsets fill each file exactly.
-    """
+    """{tensor name: entry}. Raises NotWhole: safetensors checks that the tensors fill each file exactly."""
     entries = {}
     path = folder / INDEX
     try:
@@ -292,7 +288,7 @@ def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_code: bool) -> None:
-    """Every matrix that PEFT would make for its base is there; a base that is not at hand is not compared with."""
+    """Every matrix that PEFT would make for its base is there. Nothing is compared without the base."""
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -318,10 +314,7 @@ def _raise_if_any(folder: Path, what: str, names: set[str]) -> None:
 
 
 def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
-    """Raise NotWhole where a saved model or adapter holds NaN or infinite numbers; with `zeros` a matrix of zeros.
-
-    One tensor after another, so that no more than one is in memory.
-    """
+    """Raise NotWhole at NaN or infinite numbers; with `zeros` at a matrix of zeros. One tensor in memory at a time."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[0])):
         with safe_open(entry.file, "pt") as file:
             tensor = file.get_tensor(name)
@@ -335,9 +328,9 @@ def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """checksums.json: SHA-256 of the weights, configurations and tokenizer in the folder."""
-    names = saved_files(folder)
-    write_json(folder / CHECKSUMS, {"algorithm": "sha256", "files": checksums_of(folder, names, "sha256")})
+    """checksums.json."""
+    digests = checksums_of(folder, saved_files(folder), "sha256")
+    write_json(folder / CHECKSUMS, {"algorithm": "sha256", "files": digests})
 
 
 def saved_files(folder: Path) -> list[str]:

@@ -1,7 +1,5 @@
 """DeepSpeed's engine and optimizers from inside: bytes of model states, states of a resharded checkpoint, collectives.
 
-docs/metrics.md says what counts as model states: memory that is kept alive.
-
 Private: the attributes of DeepSpeed's optimizers in _LAYOUTS, of its partitioned parameters (ds_id, ds_shape,
 ds_tensor, ds_secondary_tensor; DeepSpeed 0.19.8, runtime/zero/) and of 4-bit layers (quant_state; bitsandbytes 0.50,
 nn/modules.py). No public call returns their bytes. Paths below are relative to deepspeed/runtime.
@@ -21,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from zero_recipes.engine.fsdp import local, whole_gradients
 
-# bytes of model states
+# bytes of model states: memory that is kept alive (docs/metrics.md)
 
 STATE_PARTS = ("params", "grads", "optimizer")
 
 
 class Layout(NamedTuple):
-    """The attributes of one of DeepSpeed's optimizers. One that was renamed is an error."""
+    """Attributes of an optimizer. One that was renamed is an error."""
 
     weights: list[str]  # beside the parameters
     gradients: list[str]  # beside the parameters' own
@@ -57,7 +55,7 @@ _LAYOUTS = {
 
 
 def _layout(optimizer: Any) -> Layout:
-    """A torch optimizer's is empty. Raises TypeError for what is neither."""
+    """Empty for a torch optimizer."""
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _LAYOUTS:
             return _LAYOUTS[cls.__name__]
@@ -77,9 +75,8 @@ def state_bytes(
 
     `model` is the bare module, `parameters` are its own between two steps.
     `optimizer` is DeepSpeed's ZeRO optimizer or a torch optimizer; TypeError for others.
-    Tensors on another device than the one that trains count as offloaded_host, but for the counters that torch's
-    optimizers keep on the host; in a CPU run, where host and device are one, states that the configuration offloads.
-    What is on disk has no tensor.
+    offloaded_host: on another device than the one that trains, but for the counters of torch's optimizers;
+    in a CPU run, where host and device are one, states that the configuration offloads.
     """
     device = _training_device()
     tensors = {
@@ -104,7 +101,7 @@ def state_bytes(
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory that these tensors keep alive: whole storages, each counted once."""
+    """Of whole storages, each counted once."""
     storages = {tensor.untyped_storage() for tensor in tensors}  # one object for all views of it
     return sum(storage.nbytes() for storage in storages)
 
@@ -153,7 +150,7 @@ def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter,
 
 
 def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """What 4-bit weights are multiplied with, 4 bytes for 64 of them: no parameter, and whole on every rank."""
+    """What 4-bit weights are multiplied with: no parameter, and whole on every rank."""
     for _, state in packed_weights(model):
         yield from _flatten(vars(state))
         if state.nested:
@@ -201,7 +198,6 @@ def optimizer_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) 
 
 
 def _attributes(optimizer: Any, names: list[str]) -> Iterator[torch.Tensor]:
-    """The tensors in these attributes."""
     for name in names:
         yield from _flatten(getattr(optimizer, name))
 
@@ -224,7 +220,6 @@ def _training_device() -> str:
 
 
 def _flatten(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists and dictionaries."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -236,10 +231,9 @@ def forget_trace_of_generation(engine) -> None:
     Private: the `param_coordinator` of stage 3 and its trace (DeepSpeed 0.19.8,
     runtime/zero/partitioned_param_coordinator.py). It prefetches parameters in the order of the last forward pass.
     Generation passes through the LM head's module; TRL's fused LM head (trl/trainer/utils.py `add_fused_lm_head`)
-    gathers the head's weight itself: it finds it in flight and the first training step dies with "Cannot partition a
-    param in flight". TRL does the same in models/utils.py `add_hooks`, behind a full gather.
-    The order is recorded anew from the second step on: that of the first lacks the head's weight, and a LoRA dies with
-    "tracing error".
+    gathers the head's weight itself: it finds it in flight, "Cannot partition a param in flight".
+    TRL does the same in models/utils.py `add_hooks`, behind a full gather.
+    The order is recorded anew from the second step on: that of the first lacks the head, a LoRA's "tracing error".
     """
     optimizer = getattr(engine, "optimizer", None)
     if is_stage_3(optimizer):
@@ -259,8 +253,8 @@ def is_stage_3(optimizer: Any) -> bool:
 def set_state(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
     """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") to where it belongs.
 
-    At stage 3 by DeepSpeed's call for a part: its safe_set_full_fp32_param (0.19.8, zero/stage3.py
-    `set_full_hp_param`) does not know that the last part is padded, and fails where the world does not divide the size.
+    At stage 3 by DeepSpeed's call for a part: the one for all (0.19.8, zero/stage3.py `set_full_hp_param`) does not
+    know that the last part is padded, and fails where the world does not divide the size.
     """
     from deepspeed import utils
 
@@ -275,7 +269,7 @@ def set_state(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
 
 
 def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a whole tensor of the shape of `p`, flat: all but at stage 3."""
+    """This rank's elements of a tensor of the shape of `p`, flat: all but at stage 3."""
     if not is_partitioned(p):
         return whole.flatten()
     size = p.ds_tensor.numel()
@@ -287,9 +281,7 @@ def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
 def set_masters(optimizer, values: Iterable[tuple], can_be_set: bool = True) -> bool:
     """Set this rank's fp32 masters where the weights, 16-bit copies of `values`, have lost bits. The weights stay.
 
-    `values`: (trained parameter, whole tensor or None if unknown).
-    Returns whether all masters are the values:
-    not if one is unknown or no longer the weight's, nor if bits are lost and none `can_be_set`.
+    `values`: (trained parameter, whole tensor or None if unknown). Returns whether all masters are the values.
     """
     at_stage_0 = _masters_at_stage_0(optimizer)
     exact = True
@@ -304,7 +296,7 @@ def set_masters(optimizer, values: Iterable[tuple], can_be_set: bool = True) -> 
         rounded = mine.to(p.dtype)
         if torch.equal(rounded.to(mine.dtype), mine):
             continue
-        if not can_be_set or not torch.equal(rounded, weight[: mine.numel()]):
+        if not can_be_set or not torch.equal(rounded, weight[: mine.numel()]):  # no longer the weight's
             exact = False
         elif id(p) in at_stage_0:
             master = at_stage_0[id(p)]
@@ -315,7 +307,7 @@ def set_masters(optimizer, values: Iterable[tuple], can_be_set: bool = True) -> 
 
 
 def _masters_at_stage_0(optimizer) -> dict[int, torch.Tensor]:
-    """{id of a weight: its master}, with DeepSpeed's FusedAdam a part of a flat one; {} at other stages."""
+    """{id of a weight: its master}, with FusedAdam a part of a flat one; {} at other stages."""
     found: dict[int, torch.Tensor] = {}
     if _is(optimizer, "FP16_Optimizer"):
         for members, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
@@ -328,7 +320,7 @@ def _masters_at_stage_0(optimizer) -> dict[int, torch.Tensor]:
 
 
 def flat_masters(optimizer) -> list[torch.Tensor]:
-    """fp32 masters of this rank: of each sub-group at stage 3, of each group at stages 1 and 2."""
+    """This rank's: of each sub-group at stage 3, of each group at stages 1 and 2."""
     if is_stage_3(optimizer):
         return optimizer.fp32_partitioned_groups_flat
     return optimizer.single_partition_of_fp32_groups
@@ -345,10 +337,9 @@ def members_of_groups(optimizer) -> list[list[torch.nn.Parameter]]:
 
 
 def make_adam_states(optimizer) -> None:
-    """Let the optimizer make its own states, whichever Adam it is: all are overwritten afterwards.
+    """Let any Adam make its own states: one step with zero gradients at a rate of 0. All are overwritten afterwards.
 
-    One step with zero gradients at a rate of 0. DeepSpeed makes none before the first step
-    (zero/stage3.py and zero/stage_1_and_2.py, `initialize_optimizer_states`).
+    DeepSpeed makes none before the first step (zero/stage3.py, stage_1_and_2.py `initialize_optimizer_states`).
     """
     base = base_optimizer(optimizer)
     stage_3 = is_stage_3(optimizer)
@@ -386,7 +377,7 @@ def set_adam_step(optimizer, step: int) -> None:
 
 
 def refresh_weights(optimizer) -> None:
-    """The weights that the forward pass uses, from the fp32 masters: what DeepSpeed does after each step."""
+    """From the fp32 masters, as DeepSpeed does after each step."""
     if not is_stage_3(optimizer):
         optimizer.update_lp_params()
         return
@@ -422,8 +413,8 @@ COLLECTIVES = {
 def communication_backend():
     """The object whose methods carry DeepSpeed's collectives.
 
-    Private: `cdb` and the methods of COLLECTIVES (DeepSpeed 0.19.8, comm/comm.py and comm/torch.py). DeepSpeed's own
-    comms logger waits for the device at every collective and does not know the group.
+    Private: `cdb` and the methods of COLLECTIVES (DeepSpeed 0.19.8, comm/comm.py and comm/torch.py).
+    DeepSpeed's own logger (comm.py `timed_op`) waits for the device at every collective and does not know the group.
     """
     from deepspeed import comm
 

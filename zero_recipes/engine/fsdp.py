@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 (`fully_shard`) under the same recipe: its mixed precision, that it shards, and its gradients.
+"""PyTorch's FSDP2 (`fully_shard`) under the same recipe.
 
 File names are those of accelerate 1.15, transformers 5.23 and torch 2.13.
 """
@@ -14,19 +14,15 @@ from transformers import PreTrainedModel
 def fix_arguments(training_args, device: str) -> None:
     """Set what would change a run's results. Call it once TrainingArguments exist and before the trainer does.
 
-    accelerate's own mixed precision (utils/dataclasses.py, set_mixed_precision) also casts what the model returns.
-    The loss, which TRL computes inside the model, is rounded to three digits. `fsdp_config` takes no other.
+    accelerate's own mixed precision (utils/dataclasses.py, set_mixed_precision) also casts what the model returns:
+    the loss, which TRL computes inside, is rounded to three digits. `fsdp_config` takes no other.
 
     Private: `fsdp_plugin_args` of TrainingArguments (transformers 5.23, training_args.py), for accelerate's plugin.
     """
     if device == "cpu":
         shard_on_cpu()
-    dtype = None
-    if training_args.bf16:
-        dtype = torch.bfloat16
-    elif training_args.fp16:
-        dtype = torch.float16
-    if dtype is not None:
+    if training_args.bf16 or training_args.fp16:
+        dtype = torch.bfloat16 if training_args.bf16 else torch.float16
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         training_args.fsdp_plugin_args["mixed_precision_policy"] = policy
 
@@ -48,8 +44,8 @@ def keep_names_of_the_file(model: PreTrainedModel) -> None:
     """Let a model be saved under the names that its class has in files. Call it before the model is sharded.
 
     Private: `_weight_conversions` and transformers.conversion_mapping (transformers 5.23).
-    core_model_loading.py (revert_weight_conversion) finds the renamings of a model that was built from its config
-    by its class's name. torch's fully_shard puts "FSDP" before that: GPTNeoX would be saved with lm_head.
+    core_model_loading.py (revert_weight_conversion) finds the renamings of a model built from its config by its class's
+    name. torch's fully_shard puts "FSDP" before that: GPTNeoX would be saved with lm_head.
     """
     from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
 
@@ -61,14 +57,14 @@ def keep_names_of_the_file(model: PreTrainedModel) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that is on this rank: all of it, unless FSDP2 shards it."""
+    """This rank's part: all of it, unless FSDP2 shards it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def reshard_model(model: torch.nn.Module) -> None:
-    """Free what FSDP2 leaves gathered after a forward pass without a backward pass: the root and the LM head.
+    """Free the root and the LM head, which FSDP2 reshards after a backward pass only.
 
-    torch (fsdp/_fully_shard/_fully_shard.py) reshards these after the backward pass only.
+    torch, fsdp/_fully_shard/_fully_shard.py.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -76,11 +72,10 @@ def reshard_model(model: torch.nn.Module) -> None:
 
 
 def whole_gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Unsharded gradients that FSDP2 keeps from one micro step to the next; nothing of a model without FSDP2.
+    """Unsharded gradients that FSDP2 keeps from one micro step to the next.
 
     Private: FSDPState and FSDPParam (torch 2.13, fsdp/_fully_shard/_fsdp_param.py).
     Under accumulation accelerate (accelerator.py, no_sync) delays the reduction to the last micro step.
-    No public name leads to the gradients.
     """
     for module in model.modules():
         if not isinstance(module, FSDPModule):

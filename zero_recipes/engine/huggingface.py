@@ -2,7 +2,7 @@
 
 Private: `_attn_implementation` of a model's config, and the tables and functions of transformers 5.23 that the part on
 attention imports (modeling_flash_attention_utils.py, integrations/hub_kernels.py, utils/import_utils.py).
-None of them is documented; without them a missing kernel would be found after the weights are loaded.
+Without them a missing kernel would be found after the weights are loaded.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ def without_deepspeed_announcement() -> Iterator[None]:
     """transformers knows of no DeepSpeed configuration here, and afterwards of the one that it knew before.
 
     Under ZeRO stage 3 from_pretrained and from_config are collective, through zero.Init; here they are not.
-    A configuration that is announced here (HfTrainerDeepSpeedConfig announces itself) is forgotten.
+    A configuration that is announced here is forgotten.
 
-    Private: `_hf_deepspeed_config_weak_ref` (transformers 5.23, integrations/deepspeed.py). The public
-    unset_hf_deepspeed_config cannot be undone: no public name leads to the object.
+    Private: `_hf_deepspeed_config_weak_ref` (transformers 5.23, integrations/deepspeed.py).
+    The public unset_hf_deepspeed_config cannot be undone.
     """
     from transformers.integrations import deepspeed
 
@@ -52,8 +52,7 @@ def without_deepspeed_announcement() -> Iterator[None]:
 def dtypes_of_the_file(precision: str) -> Iterator[None]:
     """from_pretrained leaves each tensor in its file's dtype, as safetensors has mapped it.
 
-    It is in no memory but the file's cache, which all processes of a machine share,
-    unless it is converted (experts become one tensor).
+    All processes of a machine share the file's cache; what is converted (experts become one tensor) is copied.
     Tensors in `precision` ("bf16", "fp16") are not read: they are on the meta device.
 
     Private: `_materialize_copy` (transformers 5.23, core_model_loading.py).
@@ -77,8 +76,8 @@ def count_tokens_with_loss(trainer: Trainer) -> None:
 
     Private: `model_accepts_loss_kwargs`, `_loss_shifts_labels` and what training/token_loss.py overrides of the Trainer
     (transformers 5.23, trainer.py).
-    `_get_num_items_in_batch` counts nothing for models whose own loss takes no count (`accepts_loss_kwargs = False`),
-    and a row's first token, which has no loss, for those without a `loss_type`.
+    `_get_num_items_in_batch` counts nothing where the model's loss takes no count (`accepts_loss_kwargs = False`),
+    and a row's first token, which has no loss, where it has no `loss_type`.
     """
     trainer.model_accepts_loss_kwargs = trainer._loss_shifts_labels = True
 
@@ -86,8 +85,8 @@ def count_tokens_with_loss(trainer: Trainer) -> None:
 def rows_left_over(loader) -> int:
     """Rows in the last batches of an epoch, over all ranks, before accelerate fills them with the epoch's first rows.
 
-    0 where it fills none: the rows divide, are dropped, come one batch at a time on one process, or are rebalanced.
-    `loader`: a training data loader as accelerate has prepared it, before any batch is skipped.
+    0 where it fills none.
+    `loader`: as accelerate has prepared it, before any batch is skipped.
 
     Private: BatchSamplerShard and DataLoaderDispatcher (accelerate 1.15, data_loader.py).
     accelerate counts the rows too (DataLoaderStateMixin.begin), but loses the count in `skip_first_batches`:
@@ -106,18 +105,18 @@ def rows_left_over(loader) -> int:
 
 
 def fingerprint(rows: "Dataset") -> str:
-    """The datasets library's own hash of these rows and of all that has made them.
+    """datasets' own hash of these rows and of all that has made them: the name of prepared rows in the cache.
 
-    Private: `_fingerprint` (datasets 5.2, arrow_dataset.py). Prepared rows are cached under it.
+    Private: `_fingerprint` (datasets 5.2, arrow_dataset.py).
     """
     return rows._fingerprint
 
 
 def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> "Dataset":
-    """Rows as SFTTrainer makes them, before there is a model, on one process of each machine.
+    """Rows as SFTTrainer makes them, before there is a model, on one process.
 
     Private: SFTTrainer._prepare_dataset and `global_then_local_main_first` (TRL 1.16, trainer/sft_trainer.py).
-    The method needs three attributes of a trainer; its turns would wait for ranks that are not here.
+    The method needs three attributes of a trainer; its turns would wait for the other ranks.
     """
     from trl.trainer import sft_trainer
 
@@ -151,9 +150,8 @@ def read_texts_as_texts() -> None:
 
     Private: `json_encode_field` and `json_encode_fields_in_json_lines` (datasets 5.2, utils/json.py), as the reader of
     JSON files calls them (packaged_modules/json/json.py).
-    Where rows of a field have several types, the field is stored as JSON.
-    A text that is JSON by itself is taken for encoded already: the answer "2101" becomes the number 2101, "0210"
-    becomes 210, and "null" is no answer.
+    A field of several types is stored as JSON, and a text that is JSON by itself is taken for encoded already:
+    the answer "2101" becomes the number 2101, "0210" becomes 210, and "null" is no answer.
     """
     from datasets.packaged_modules.json import json as reader
     from datasets.utils.json import ujson_dumps, ujson_loads
@@ -225,8 +223,7 @@ def random_states_kept() -> Iterator[None]:
 def single_process_env() -> Iterator[None]:
     """One process on the CPU, whatever the launcher set, and silent libraries.
 
-    The environment and random states are restored afterwards; accelerate's states are not:
-    TrainingArguments makes them anew (transformers, training_args.py `_setup_devices`).
+    accelerate's states are not restored: TrainingArguments makes them anew (training_args.py `_setup_devices`).
     """
     from accelerate import PartialState
     from transformers.utils import logging as transformers_logging
@@ -247,14 +244,14 @@ def single_process_env() -> Iterator[None]:
 
 
 def attention_kernel(attn_implementation: str | None) -> str | None:
-    """The kernel of the hub that provides an implementation, or that it names; None of eager, sdpa and the like."""
+    """The kernel of the hub that it names or falls back to; None of eager, sdpa and the like."""
     if hub_kernels.is_kernel(attn_implementation):
         return attn_implementation
     return flash.FLASH_ATTN_KERNEL_FALLBACK.get(attn_implementation)
 
 
 def has_flash_package(attn_implementation: str | None) -> bool:
-    """Whether the package of flash_attention_2, _3 or _4 is installed; False of a kernel, which none has."""
+    """Whether the package of flash_attention_2, _3 or _4 is installed; False of anything else."""
     for version, checks in flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX.items():
         if attn_implementation == f"flash_attention_{version}":
             return checks["general_availability_check"]()
@@ -269,7 +266,7 @@ def attention_name(attn_implementation: str | None) -> str | None:
 
 
 def other_attention(model: PreTrainedModel, requested: str | None) -> str | None:
-    """The attention that the model has taken in place of what was requested; None where it is that."""
+    """What the model has taken in place of what was requested; None where it is that."""
     taken = model.config._attn_implementation
     if requested is None or taken in (requested, attention_kernel(requested)):
         return None
@@ -290,7 +287,7 @@ REFUSED = re.compile(r"[Uu]nsupported|WeightsUnpickler error")  # messages of to
 def load_without_code(path: Path) -> Any:
     """What torch.save wrote, its tensors mapped into memory.
 
-    Raises what torch.load raises; pickle.UnpicklingError for what is neither data nor one of the known classes.
+    Raises what torch.load raises: UnpicklingError for what is neither data nor of a known class.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

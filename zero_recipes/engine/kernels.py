@@ -4,8 +4,7 @@
 
 DeepSpeed compiles an op where it is first loaded: on every rank at once, in silence, after the process group has
 started. async_io takes two to five minutes on two cores.
-torch (utils/file_baton.py) waits while `lock` exists in an op's folder, silently and for ever, also where the process
-that made it was killed.
+torch (utils/file_baton.py) waits while `lock` exists in an op's folder, also where its maker was killed.
 """
 
 import contextlib
@@ -55,10 +54,9 @@ def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
 
 
 def _optimizer_with_ops(strategy: Strategy, settings: Settings) -> str | None:
-    """The optimizer in the ds_config, runtime/engine.py `_configure_basic_optimizer`.
+    """The ds_config's (runtime/engine.py `_configure_basic_optimizer`).
 
-    Without one accelerate (utils/deepspeed.py `map_pytorch_optim_to_deepspeed`) replaces the Trainer's where it is
-    offloaded.
+    Without one accelerate replaces an offloaded one (utils/deepspeed.py `map_pytorch_optim_to_deepspeed`).
     """
     config = strategy.ds_config.raw
     block = config.get("optimizer")
@@ -75,9 +73,7 @@ def build_findings(strategy: Strategy, device: str, settings: Settings, host: Ho
     """What is missing to build the ops of this run."""
     ops = {op for op in ops_of(strategy, device, settings) if not is_prebuilt(op, device)}
     to_compile = {op for op in ops if not is_compiled(op, host)}
-    on_cuda = set()
-    if device == "cuda":
-        on_cuda = ops & ON_CUDA
+    on_cuda = ops & ON_CUDA if device == "cuda" else set()
     release = host.cuda_release()
     built_for = torch.version.cuda
     absent = []
@@ -96,7 +92,6 @@ def build_findings(strategy: Strategy, device: str, settings: Settings, host: Ho
 
 
 def missing(ops: Iterable[str], device: str) -> list[str]:
-    """Those that neither came with DeepSpeed's installation nor were compiled by an earlier launch."""
     return sorted(op for op in ops if not is_prebuilt(op, device) and not is_compiled(op, Host()))
 
 
@@ -108,10 +103,7 @@ def is_prebuilt(op: str, device: str) -> bool:
 
 
 def is_compiled(op: str, host: Host) -> bool:
-    """Whether an earlier launch has left it where torch looks for it, for this installation of DeepSpeed.
-
-    What another one left is compiled anew.
-    """
+    """Whether an earlier launch of this installation of DeepSpeed has left it where torch looks for it."""
     if op == "async_io" and not is_compiled("pin_memory", host):  # loaded first, op_builder/async_io.py `load`
         return False
     folder = host.at(extension_folder(host.environment, op))
@@ -133,13 +125,12 @@ def build_root(environment: Mapping[str, str]) -> Path:
 
 def extension_folder(environment: Mapping[str, str], name: str) -> Path:
     """The folder of one extension: torch/utils/cpp_extension.py, `_get_build_directory`."""
+    root = build_root(environment)
     if environment.get("TORCH_EXTENSIONS_DIR"):
-        return Path(environment["TORCH_EXTENSIONS_DIR"], name)
-    device = "cpu"
-    if torch.version.cuda:
-        device = f"cu{torch.version.cuda.replace('.', '')}"
+        return root / name
+    device = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
     python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    return build_root(environment) / f"{python}_{device}" / name
+    return root / f"{python}_{device}" / name
 
 
 def build(ops: Iterable[str]) -> None:
@@ -159,7 +150,7 @@ def build(ops: Iterable[str]) -> None:
 
 
 def _is_seen(lock: Path) -> bool:
-    """Whether the compiler that holds it could be seen: another user's is hidden, but from root."""
+    """Whether its holder could be seen: another user's is hidden, but from root."""
     try:
         return os.getuid() in (0, lock.stat().st_uid)
     except FileNotFoundError:  # it has just ended

@@ -21,7 +21,7 @@ SWAPPED = "zero_stage_3"  # DeepSpeed's folder below nvme_path
 
 
 def swap_folders(strategy: Strategy) -> list[Path]:
-    """The distinct nvme_path folders of a run; none where nothing is swapped."""
+    """None where nothing is swapped."""
     return sorted({Path(strategy.ds.offload_block(key)["nvme_path"]) for key in strategy.ds.on_nvme})
 
 
@@ -45,9 +45,9 @@ def swap_space(strategy: Strategy) -> Iterator[None]:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Lock `folder`. Swap files that a killed run has left there are deleted before, this run's own after.
+    """Lock `folder`. Swap files of a killed run are deleted first, this run's own last.
 
-    By the process that holds the lock: another run's files have the same names, and may be there once it is free.
+    Both under the lock: another run's files have the same names.
     """
     swapped = folder / SWAPPED
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)  # ends with the process, however that ends

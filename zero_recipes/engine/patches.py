@@ -38,8 +38,8 @@ def fresh_adam_at_stage_0(optimizer) -> None:
     Not for a resumed run: its checkpoint overwrote both.
 
     Private: `refresh_fp32_params` (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py).
-    To allocate Adam's states `initialize_optimizer_states` calls `optimizer.step()` with zero gradients.
-    The bias correction is off in every later step, and weight decay has shrunk the fp32 masters once.
+    `initialize_optimizer_states` calls `optimizer.step()` with zero gradients:
+    the bias correction is off in every later step, and weight decay has shrunk the fp32 masters once.
     Upstream: deepspeedai/DeepSpeed#5104, the same at stages 1 to 3.
     """
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -56,7 +56,7 @@ def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
     Private: `_load_from_checkpoint` and `_load_best_model` of the Trainer, which call this instead
     (transformers 5.23, trainer.py). Theirs call `load_state_dict(state_dict, False)` with the names of the file.
     Where saving renames (GPTNeoX: lm_head becomes embed_out), those weights are not loaded, with a warning only:
-    a run resumed without DeepSpeed goes on with a fresh LM head, a best model has the last one's.
+    a resumed run goes on with a fresh LM head, a best model has the last one's.
     Upstream: huggingface/transformers#48822.
     """
     whole = type(model).from_pretrained(checkpoint, dtype=model.dtype, local_files_only=True)
@@ -69,11 +69,11 @@ def without_aliases(
 ) -> dict[str, torch.Tensor] | None:
     """A state dict that holds a tied weight once, under the name of the tensor that it is tied to.
 
-    Weights that the model ties and that yet differ are kept.
+    Weights that are tied and yet differ are kept.
 
     Private: `Trainer._save`, which calls this first (transformers 5.23, trainer.py).
-    modeling_utils.py `remove_tied_weights_from_state_dict` knows tied weights by their memory.
-    DeepSpeed (stages 0 to 2: accelerate.get_state_dict) and FSDP2 gather copies: a tied head is saved twice.
+    modeling_utils.py `remove_tied_weights_from_state_dict` knows tied weights by their memory;
+    DeepSpeed (stages 0 to 2: accelerate.get_state_dict) and FSDP2 gather copies.
     Upstream: hiyouga/LLaMA-Factory#10560.
     """
     if not state_dict or not isinstance(model, PreTrainedModel):
@@ -89,9 +89,8 @@ def without_aliases(
 def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
     """What trains has the dtype after the loading of a checkpoint that it had before.
 
-    TRL 1.16, sft_trainer.py (`if _is_quantized_model`) makes QLoRA's adapter bf16.
-    transformers 5.23, trainer.py `_load_from_checkpoint` loads it by PEFT's load_adapter, in fp32 again:
-    a run resumed without DeepSpeed differs.
+    TRL 1.16, sft_trainer.py (`if _is_quantized_model`) makes QLoRA's adapter bf16;
+    transformers 5.23, trainer.py `_load_from_checkpoint` loads it by PEFT's load_adapter, in fp32 again.
     """
     dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     yield
@@ -102,8 +101,6 @@ def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
 
 def patch_timeouts(seconds: int) -> None:
     """Give the process groups that DeepSpeed makes the timeout of the run's own group.
-
-    Called again, it sets the time of the groups that are made from then on.
 
     Private: `TorchBackend.new_group` (DeepSpeed 0.19.8, comm/torch.py).
     It passes no timeout on: torch then takes its default, 10 minutes under NCCL.
@@ -133,14 +130,12 @@ def keep_precision_of_new_adapters() -> None:
     if hasattr(faulty, "unpatched"):
         return
 
-    def _get_base_layer_device_and_dtype(self, base_layer):
+    def device_and_dtype(self, base_layer):
         device, dtype = faulty(self, base_layer)
-        if any(map(is_partitioned, base_layer.parameters())):
-            dtype = None
-        return device, dtype
+        return device, None if any(map(is_partitioned, base_layer.parameters())) else dtype
 
-    _get_base_layer_device_and_dtype.unpatched = faulty
-    BaseTunerLayer._get_base_layer_device_and_dtype = _get_base_layer_device_and_dtype
+    device_and_dtype.unpatched = faulty
+    BaseTunerLayer._get_base_layer_device_and_dtype = device_and_dtype
 
 
 def forget_releases_with_the_trace() -> None:
@@ -149,8 +144,8 @@ def forget_releases_with_the_trace() -> None:
     Private: `_invalidate_trace` and `__params_to_release` (DeepSpeed 0.19.8,
     runtime/zero/partitioned_param_coordinator.py). The latter looks ahead in the recorded order for another use of a
     parameter, and keeps its answers for good (lru_cache), also when the order is recorded anew.
-    Generation and evaluation have no backward pass: after samples before training, every step released its
-    parameters in forward and gathered them again for backward, whatever stage3_max_reuse_distance says.
+    Generation has no backward pass: after samples before training, every step released its parameters in forward and
+    gathered them again for backward, whatever stage3_max_reuse_distance says.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
@@ -177,12 +172,11 @@ def patch_quantized_gradients() -> None:
     It gives gradients as they are to a kernel that reads fp16 whatever they are (ops/csrc/quantization/pt_binding.cpp,
     ds_swizzle_quant: `(__half*)input_vals.data_ptr()`): the bits of bf16 and fp32 become other numbers.
     The kernel adds up the devices of a node (quant_reduce.cu, `rop::Add`) and only the nodes are divided by:
-    matrices' gradients are as many times the mean as a node has devices.
-    Vectors go through reduce-scatter, and are the mean.
+    matrices' gradients are as many times the mean as a node has devices. Vectors', by reduce-scatter, are the mean.
     Of a shape it checks only that 2 x world divides its size: see `quantized_shape`.
 
-    fp16 ends at 6e-8 and 65504, bf16's gradients do not: each tensor is scaled by a power of two.
-    It is one for all ranks, since their values are added up: by the largest absolute value that any of them has.
+    fp16 ends at 6e-8 and 65504, bf16's gradients do not: each tensor is scaled by a power of two, one for all ranks
+    since their values are added up, by the largest absolute value that any of them has.
     Where that is infinite or NaN, the whole gradient is NaN on every rank: int4 has neither.
     """
     from deepspeed import comm
@@ -211,16 +205,16 @@ def patch_quantized_gradients() -> None:
             given.append(tensor.view(shape or -1))  # vectors go through reduce-scatter, as they are
         if not quantized:
             return faulty(given, groups)
-        backwards = []  # factors to the mean
+        to_mean = []  # factors
         largest = largest_on_any_rank([given[number] for number in quantized])
         for number, most in zip(quantized, largest, strict=True):
             dtype = tensors[number].dtype
             scale = scale_for_fp16(most, world_size, dtype)
             given[number] = (given[number] * scale.to(dtype)).half()
-            to_mean = 1 / scale / get_accelerator().device_count()
-            backwards.append(torch.where(most.isfinite(), to_mean, torch.nan))
+            factor = 1 / scale / get_accelerator().device_count()
+            to_mean.append(torch.where(most.isfinite(), factor, torch.nan))
         out = faulty(given, groups)
-        for number, factor in zip(quantized, backwards, strict=True):
+        for number, factor in zip(quantized, to_mean, strict=True):
             out[number] = out[number].float().mul_(factor).to(tensors[number].dtype)
         return out
 
@@ -270,9 +264,8 @@ def share_not_quantized(shapes: Iterable[Sequence[int]], strategy: Strategy, ran
 
 
 def scale_for_fp16(largest: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A power of two, an fp32 scalar: `world_size` values of up to `largest` times it add up to at most 2^15.
+    """A power of two, an fp32 scalar: `world_size` values of up to `largest` times it add up to at most 2^15 in fp16.
 
-    Their sum does not leave fp16 then.
     `dtype`: the values', which must hold the power; 1 for an infinite `largest`.
     """
     _, exponent = torch.frexp(largest)  # largest < 2^exponent
@@ -288,8 +281,7 @@ def keep_4bit_layout(model: torch.nn.Module) -> None:
     Private: `support_avx512bf16_for_cpu` of Linear4bit (bitsandbytes 0.50.2, nn/modules.py).
     Its first forward pass in evaluation mode packs the weights anew there, in place and for good;
     autograd/_functions.py (matmul_4bit) then multiplies without autograd in training too.
-    After samples or an evaluation no gradient would pass a frozen layer: the adapters below it would learn
-    from the residual alone, with no more than a warning.
+    After samples or an evaluation no gradient would pass a frozen layer, with no more than a warning.
     """
     from bitsandbytes.nn import Linear4bit
 
@@ -304,8 +296,8 @@ def score_supervised_positions_only(wanted: bool) -> None:
     For the whole process; the last call counts.
 
     Private: `_use_triton` (TRL 1.16, trainer/utils.py `add_fused_lm_head`).
-    TRL leaves those positions out where Triton runs (GPUs) and scores all elsewhere: Neuron would compile anew for
-    every number of them. CPUs compile nothing, yet pay for each position twice: backward computes the logits anew.
+    TRL leaves those positions out where Triton runs (GPUs): Neuron would compile anew for every number of them.
+    CPUs compile nothing, yet pay for each position twice: backward computes the logits anew.
     """
     from trl.trainer import utils
 
@@ -326,7 +318,6 @@ def attend_by_row(wanted: bool) -> None:
 
     For the whole process; the last call counts.
     torch's kernel for CPUs computes the scores that a mask hides, too: the square of the pack and not of its rows.
-    On GPUs flash attention does this (attn_implementation).
 
     Public: AttentionInterface; private: `sdpa_attention_forward` (transformers 5.23, integrations/sdpa_attention.py).
     """

@@ -43,7 +43,7 @@ _OPERATORS = {
 
 
 class CountCollectives(TorchDispatchMode):
-    """Adds up, while it is in force, {collective: bytes of the full tensors}; autograd's threads are counted too.
+    """Adds up bytes of the full tensors while it is in force; autograd's threads are counted too.
 
     Private: TorchDispatchMode and the names of torch's operators of collectives (torch 2.13, utils/_python_dispatch.py
     and _OPERATORS above). CommDebugMode, which is public, counts calls and no bytes.
@@ -73,11 +73,7 @@ class Step(NamedTuple):
 
 
 class CommunicationCounter:
-    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its gradients, FSDP2's as they pass.
-
-    Not by DeepSpeed's own logger (comm.py `timed_op`): that one waits for the device at every collective,
-    and does not know which group it was: what stays inside a machine looks like what crosses the network.
-    """
+    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its gradients, FSDP2's as they pass."""
 
     def __init__(self, engine: torch.nn.Module, strategy: Strategy):
         """`engine`: what wraps the model; of DDP and DeepSpeed the model itself will do."""
@@ -97,7 +93,6 @@ class CommunicationCounter:
             self.passing.__enter__()  # no `with` block can span what is counted
 
     def end_step(self) -> None:
-        """Close one optimizer step."""
         everyone = list(range(self.strategy.world_size))
         if self.passing is not None:
             for collective, size in self.passing.bytes.items():
@@ -129,7 +124,7 @@ class CommunicationCounter:
         self.passing.bytes = before
 
     def median(self) -> dict[str, int]:
-        """{collective: bytes per optimizer step}, the median over the counted steps, without the first of several.
+        """{collective: bytes per optimizer step}, the median over the counted steps but the first of several.
 
         Stage 3 has no trace of the modules' order in that one, and gathers what it keeps later.
         """

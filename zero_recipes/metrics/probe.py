@@ -1,7 +1,4 @@
-"""What is read off optimizer steps, and the ranks' figures brought together.
-
-The largest model states, memory after each phase, seconds, tokens, model FLOPs.
-"""
+"""What is read off optimizer steps: model states, seconds, tokens, FLOPs; and the ranks' figures brought together."""
 
 import statistics
 import time
@@ -28,7 +25,6 @@ class StateProbe:
 
     Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
     optimizer (DeepSpeed makes fp32 copies there).
-    So both are read: after each parameter's gradient, and before each call of the inner optimizer.
     `optimizer`: as accelerate has wrapped it; `record` is called as each phase ends.
     """
 
@@ -50,7 +46,7 @@ class StateProbe:
         self.hooks.append(base_optimizer(self.states_of).register_step_pre_hook(self._before_optimizer))
 
     def detach(self) -> dict[str, int]:
-        """End the step; the largest bytes of each part within it."""
+        """The largest bytes of each part within the step."""
         self.read()
         self.record("step")
         for hook in self.hooks:
@@ -59,7 +55,7 @@ class StateProbe:
         return self.largest
 
     def read(self) -> dict[str, int]:
-        """Read all parts now; the largest bytes of each so far."""
+        """The largest bytes of each part so far."""
         now = state_bytes(self.model, self.parameters, self.states_of, *self.offload)
         now["offloaded_disk"] = swapped_bytes(self.strategy)
         self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
@@ -80,7 +76,7 @@ class StateProbe:
 class StepClock:
     """Durations of optimizer steps with data loading, without logs, evaluation and checkpoints between them.
 
-    On CUDA by events, so that no step waits for the device.
+    By events on CUDA: no step waits for the device.
     """
 
     def __init__(self, device: str) -> None:
@@ -89,7 +85,7 @@ class StepClock:
         self.steps: list[tuple] = []
 
     def open(self) -> None:
-        """The next step begins here. Called again, it moves the beginning."""
+        """Called again, it moves the beginning of the next step."""
         self.start_mark = self._mark()
 
     def close(self) -> None:
@@ -115,19 +111,19 @@ def steps_not_timed(total: int) -> int:
     """How many of `total` optimizer steps are not timed.
 
     The first compiles and allocates, the probe of the memory slows down the second.
-    More of a longer run, at most half of it and five.
+    More of a longer run, at most half of it.
     """
     return min(total, max(2, min(MOST_WARMUP_STEPS, total // 2)))
 
 
 class UsedFlops:
-    """Of one run, on every rank. `peak`: dense FLOP/s of its card in its precision; None of CPUs and unknown cards."""
+    """Of one run, on every rank."""
 
     def __init__(self, identity: schema.RunIdentity):
         precision = identity.precision
         if precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
             precision = "tf32"
-        self.peak = peak_flops_of(identity.device, precision)
+        self.peak = peak_flops_of(identity.device, precision)  # dense; None of CPUs and unknown cards
         self.model: ModelFlops | None = None
         self.logged: torch.Tensor | int = 0  # what this rank had counted at the last log
         self.logged_steps = 0
@@ -183,17 +179,14 @@ class UsedFlops:
         return found
 
     def of(self, counted: torch.Tensor | None) -> float:
-        """FLOPs of what StageMetricsCallback has counted; 0 where the model's are not known."""
+        """Their FLOPs; 0 where the model's are not known."""
         if self.model is None or counted is None:
             return 0.0
         _, tokens, _, *squares = counted.tolist()
         return self.model.of_step(tokens, squares)
 
     def since_last_log(self, counted: torch.Tensor, steps: StepClock, world_size: int) -> dict[str, float]:
-        """Tokens per second without padding, of all ranks, and MFU where the peak is known; for the progress line.
-
-        `counted`: by all ranks since the last log.
-        """
+        """Tokens per second and MFU for the progress line. `counted`: by all ranks since the last log."""
         seconds = sum(steps.seconds(self.logged_steps))
         tokens = int(counted[1])
         self.logged_steps = len(steps.steps)
@@ -220,7 +213,7 @@ def _holds_token(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def utilisation(flops: float, tokens: int, seconds: float, ranks: int, peak: float | None) -> dict[str, float | None]:
-    """The fields of Measurements. `flops`, `tokens` (without padding): of all ranks in `seconds`; `peak`: of one."""
+    """`flops`, `tokens` (without padding): of all ranks in `seconds`; `peak`: of one."""
     if not flops or not tokens or not seconds:
         return {}
     each = flops / seconds / ranks
@@ -236,7 +229,7 @@ def utilisation(flops: float, tokens: int, seconds: float, ranks: int, peak: flo
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank's share of the figures."""
+    """One rank's share."""
 
     peak: schema.PeakMemory
     states: schema.ModelStateBytes
@@ -247,7 +240,7 @@ class RankFigures:
 
 
 class History(schema.Part):
-    """What a checkpoint carries of the measurements, for the run that goes on from it; all of it may be missing."""
+    """What a checkpoint carries for the run that goes on from it; all of it may be missing."""
 
     summary: schema.Measurements = schema.Measurements()
     grad_norm_history: list[schema.Number] = Field([])
@@ -260,11 +253,10 @@ class History(schema.Part):
 def summarise(
     ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: int, peak_flops: float | None = None, **more: Any
 ) -> schema.Measurements:
-    """The figures of all ranks over at least one step.
+    """All ranks', over at least one step.
 
     `seconds`: of each step; `warmup`: how many are not timed. Where none is timed, times and rates are null.
-    `peak_flops`: FLOP/s of a card, None where it is not known.
-    `more`: what rank 0 alone knows (fields of Measurements).
+    `peak_flops`: FLOP/s of a card; `more`: fields of Measurements that rank 0 alone knows.
     """
     timed = seconds[warmup:]
     rates: dict[str, Any] = {"tokens_per_second": None}
@@ -308,7 +300,7 @@ def percentile_90(seconds: Sequence[float]) -> float | None:
 
 
 def continued(earlier: schema.Measurements, now: schema.Measurements) -> schema.Measurements:
-    """The figures of a resumed run: losses and tokens of the whole run, everything else of the last process."""
+    """Losses and tokens of the whole run, everything else of the last process."""
     if earlier.tokens is None:
         return now
     more = {
