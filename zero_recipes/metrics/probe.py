@@ -293,7 +293,7 @@ def _mean_losses(losses: Sequence[list[float] | None]) -> list[float] | None:
 
 
 def percentile_90(seconds: Sequence[float]) -> float | None:
-    """None of none; "inclusive": the slowest of all is the 100th."""
+    """None without steps; "inclusive": the slowest is the 100th percentile."""
     if len(seconds) < 2:
         return max(seconds, default=None)
     return statistics.quantiles(seconds, n=10, method="inclusive")[-1]
