@@ -1,8 +1,8 @@
 """Which checkpoint a run goes on from, the last whole one, and how a resharded one is loaded.
 
-Unfinished checkpoints are passed over; nothing whole is lost. The folder `zero_states` of a resharded one holds one
-safetensors file for each trainable parameter (the master, named fp32, exp_avg, exp_avg_sq, in the parameter's shape and
-the dtype that the run kept them in) and index.json (groups, Adam's step, the engine's counters).
+Unfinished checkpoints are passed over; nothing whole is lost.
+The folder `zero_states` of a resharded one holds one safetensors file for each trainable parameter (the master, named
+fp32, exp_avg, exp_avg_sq, in the parameter's shape and the run's dtype) and index.json (save.read_states_index).
 """
 
 import json
@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+
+from safetensors import safe_open
 
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import fit_findings, needs_reshard
@@ -33,7 +35,7 @@ HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
 
 
 def resumes(requested: object) -> bool:
-    """Whether `resume_from_checkpoint` names anything. transformers takes the command line's "true" for a path."""
+    """Whether `resume_from_checkpoint` names anything. transformers takes "true" for a path."""
     return str(requested).lower() not in ("none", "false")
 
 
@@ -52,7 +54,7 @@ def requested_in(output_dir: Path, settings: Settings) -> object:
 
 
 class Batch(NamedTuple):
-    """How the sequences of one optimizer step are spread."""
+    """The sequences of one optimizer step."""
 
     micro: int
     accumulation: int
@@ -67,7 +69,9 @@ class Batch(NamedTuple):
         if self.total % world_size:
             raise refusal("ZR743", total=self.total, world_size=world_size, old=self)
         each = self.total // world_size
-        micro = max(size for size in range(1, self.micro + 1) if each % size == 0)
+        micro = self.micro
+        while each % micro:
+            micro -= 1
         return Batch(micro, each // micro, world_size)
 
     def __str__(self) -> str:
@@ -75,40 +79,50 @@ class Batch(NamedTuple):
 
 
 def requested_batch(settings: Settings) -> list[int | None]:
-    """What a recipe and its command line say of the batch, whatever becomes of it over other processes."""
+    """What the recipe says of the batch, whatever becomes of it over other processes."""
     return [settings.per_device_train_batch_size, settings.gradient_accumulation_steps, settings.global_batch_size]
 
 
 def batch_kept(output_dir: Path, requested: object, given: list[int | None], world_size: int) -> dict[str, int] | None:
-    """The batch of the checkpoint that `true` means, over these processes; None where the recipe's own counts."""
-    whole = (path for path in reversed(numbered(output_dir)) if save.checkpoint_fault(path) is None)
-    written = save.read_manifest(next(whole, output_dir)) if str(requested).lower() == "true" else None
+    """That of the checkpoint that `true` means, over these processes; None where the recipe's own counts."""
+    if str(requested).lower() != "true":
+        return None
+    written = _last_manifest(output_dir)
     if written is None or written.get("asked") != given:
         return None
-    keys = ("micro_batch_size", "gradient_accumulation_steps", "world_size")
-    batch = Batch(*(written[key] for key in keys)).over(world_size)
+    then = Batch(written["micro_batch_size"], written["gradient_accumulation_steps"], written["world_size"])
+    batch = then.over(world_size)
     return {"per_device_train_batch_size": batch.micro, "gradient_accumulation_steps": batch.accumulation}
+
+
+def _last_manifest(output_dir: Path) -> dict[str, Any] | None:
+    for checkpoint in reversed(numbered(output_dir)):
+        if save.checkpoint_fault(checkpoint) is None:
+            return save.read_manifest(checkpoint)
+    return None
 
 
 def resumes_in(output_dir: Path, requested: object) -> bool:
     """Whether it means a checkpoint in output_dir: `true`, or the path of one there."""
-    text = str(requested).lower()
-    return resumes(requested) and (text == "true" or Path(str(requested)).resolve().parent == output_dir.resolve())
+    if str(requested).lower() == "true":
+        return True
+    return resumes(requested) and Path(str(requested)).resolve().parent == output_dir.resolve()
 
 
 def numbered(output_dir: Path) -> list[Path]:
     """The folders checkpoint-N, by step."""
-    return sorted((p for p in output_dir.glob("checkpoint-*") if p.is_dir() and step_of(p) >= 0), key=step_of)
+    checkpoints = [path for path in output_dir.glob("checkpoint-*") if path.is_dir() and step_of(path) >= 0]
+    return sorted(checkpoints, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps that the checkpoint has behind it, by its name; -1 where the name does not say."""
-    digits = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
-    return int(digits[1]) if digits else -1
+    """Optimizer steps behind it, by its name; -1 where that does not say."""
+    named = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
+    return int(named[1]) if named else -1
 
 
 def steps_behind(checkpoint: Path) -> int:
-    """The same by its manifest, whatever its name is; by its name where another program wrote it."""
+    """The same by its manifest; by its name where another program wrote it."""
     written = save.read_manifest(checkpoint)
     return step_of(checkpoint) if written is None else written["step"]
 
@@ -121,25 +135,36 @@ def checkpoint_to_resume(
     silent: bool = False,
 ) -> str | None:
     """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
-    `true` where there is none starts fresh and says so: a pod that restarts runs the same command. Nothing is changed
-    here (`clear_unfinished` does, after the last refusal). `damaged`: passed over too. Raises Refusal."""
+
+    `true` where there is none starts fresh and says so: a pod that restarts runs the same command.
+    Nothing is changed here (`clear_unfinished` does). `damaged`: passed over too. Raises Refusal.
+    """
     if not resumes(requested):
         return None
     if overwrite and resumes_in(output_dir, requested):
         raise refusal("ZR703", requested=requested, output_dir=output_dir)
-    if str(requested).lower() != "true":
-        checkpoint = Path(str(requested))
-        _refuse_not_whole(checkpoint, _fault_of_named(checkpoint))
-        step = steps_behind(checkpoint)
-        later = (path for path in numbered(output_dir) if step_of(path) > step)
-        newer = [path.name for path in later if save.checkpoint_fault(path) is None]
-        if newer and resumes_in(output_dir, checkpoint):  # the run would write into their folders
-            raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
-    else:
+    if str(requested).lower() == "true":
         checkpoint = _last_whole(output_dir, damaged, silent)
+    else:
+        checkpoint = _named(output_dir, Path(str(requested)))
     if not silent:
-        say(f"no checkpoint in {output_dir}: starting fresh" if checkpoint is None else f"resuming from {checkpoint}")
+        say(f"resuming from {checkpoint}" if checkpoint else f"no checkpoint in {output_dir}: starting fresh")
     return None if checkpoint is None else str(checkpoint)
+
+
+def _named(output_dir: Path, checkpoint: Path) -> Path:
+    """One that is named by its path."""
+    _refuse_not_whole(checkpoint, _fault_of_named(checkpoint))
+    if not resumes_in(output_dir, checkpoint):
+        return checkpoint
+    step = steps_behind(checkpoint)
+    newer = []  # the run would write into their folders
+    for path in numbered(output_dir):
+        if step_of(path) > step and save.checkpoint_fault(path) is None:
+            newer.append(path.name)
+    if newer:
+        raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
+    return checkpoint
 
 
 def _last_whole(output_dir: Path, damaged: Collection[Path], silent: bool) -> Path | None:
@@ -160,7 +185,6 @@ def _last_whole(output_dir: Path, damaged: Collection[Path], silent: bool) -> Pa
 
 
 def _fault_of_named(checkpoint: Path) -> str | None:
-    """Of a checkpoint that is named by its path."""
     if not save.is_foreign(checkpoint):
         return save.checkpoint_fault(checkpoint)
     if not (checkpoint / save.STATE).is_file():
@@ -229,13 +253,13 @@ def resharded_where_needed(run: Run) -> Iterator[Run]:
 
 def _reshard(checkpoint: Path, strategy: Strategy, target: Path) -> None:
     """By the command, on rank 0: a run does not import what rewrites checkpoints. One that a user has made is taken."""
-    stage, world_size = strategy.zero_stage, strategy.world_size
+    world_size = strategy.world_size
     if target.exists() and not (target / save.OF_A_RUN).exists():
         _refuse_not_whole(target, save.checkpoint_fault(target))
         return
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed; the checkpoint may be another by now
     command = [sys.executable, "-m", "zero_recipes.tools.main", "reshard", str(checkpoint), "--skip_checksums"]
-    command += ["--world_size", str(world_size), "--stage", str(stage)]
+    command += ["--world_size", str(world_size), "--stage", str(strategy.zero_stage)]
     say(f"resharding {checkpoint} for world size {world_size}")
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(command, env=hidden, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
@@ -245,16 +269,19 @@ def _reshard(checkpoint: Path, strategy: Strategy, target: Path) -> None:
 
 
 def forget_resharded(output_dir: Path) -> None:
-    """Delete what runs have resharded for themselves, once they have saved checkpoints of their own."""
+    """Delete what runs have resharded for themselves, once they have checkpoints of their own."""
     for mark in output_dir.glob(f"checkpoint-*/{save.OF_A_RUN}"):
         save.begin_checkpoint(mark.parent)
         shutil.rmtree(mark.parent)
 
 
 def clear_unfinished(output_dir: Path, step: int = 0) -> None:
-    """Make room for the checkpoints after `step`, where the run begins, on rank 0 after the last refusal. Unfinished
-    ones are deleted: nobody can go on from them, and their steps are trained again, bit for bit. Damaged ones were
-    whole once: they are moved aside. A later one was passed over, so its contents may be what is damaged."""
+    """Make room for the checkpoints after `step`, where the run begins, on rank 0 after the last refusal.
+
+    Unfinished ones are deleted: their steps are trained again, bit for bit.
+    Damaged ones were whole once: they are moved aside.
+    A later one was passed over: its contents may be damaged.
+    """
     for checkpoint in numbered(output_dir):
         if checkpoint.is_symlink() or save.is_foreign(checkpoint):
             continue  # no run of ours made it
@@ -270,7 +297,7 @@ def clear_unfinished(output_dir: Path, step: int = 0) -> None:
 
 
 def _move_aside(checkpoint: Path, fault: str) -> None:
-    """Under a name that no run writes to or rotates away."""
+    """To a name that no run writes to or rotates away."""
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     while aside.exists():
         aside = aside.with_name(f"{aside.name}-again")
@@ -279,21 +306,23 @@ def _move_aside(checkpoint: Path, fault: str) -> None:
 
 
 def _refuse_code(checkpoint: Path, share: int, of: int) -> None:
-    """DeepSpeed and transformers load pickles of a checkpoint, and of the best one that it names."""
+    """In a checkpoint, and in the best one that it names."""
     best = json.loads((checkpoint / save.STATE).read_text()).get("best_model_checkpoint")
     for folder in {checkpoint.resolve(), Path(best or checkpoint).resolve()}:
-        if (found := code_in(folder, share, of)) is not None:
+        found = code_in(folder, share, of)
+        if found is not None:
             raise code_refusal(checkpoint, found)
 
 
 def code_refusal(checkpoint: Path, found: str | None) -> Refusal:
-    """Of a checkpoint with a pickle that is more than data. `found`: of `code_in`."""
+    """`found`: of `code_in`."""
     return refusal("ZR780", checkpoint=checkpoint, found=found)
 
 
 def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
-    """The first file of a checkpoint that cannot be read without running what it holds, and why."""
-    for path in sorted(path for path in folder.rglob("*") if path.is_file())[share::of]:
+    """The first file that cannot be read without running what it holds, and why."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files[share::of]:
         why = not_plain(path)
         if why is not None:
             return f"{path.relative_to(folder)}, which cannot be read as plain data: {why}"
@@ -306,14 +335,15 @@ def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
 def load_resharded(engine, checkpoint: str | Path) -> None:
     """Put a resharded checkpoint's weights, optimizer states and counters into `engine`, before its first step.
 
-    Every rank calls it (collectives at the end). Each reads the mapped files of one parameter after another and copies
-    its own part. Raises Refusal on all ranks where the parameters or their groups are not the checkpoint's.
+    Collective. Each rank reads the mapped files of one parameter after another and copies its own part.
+    Raises Refusal on all ranks where the parameters or their groups are not the checkpoint's.
     """
-    from safetensors import safe_open
-
-    index, optimizer = save.read_states_index(checkpoint), engine.optimizer
-    trained = ((name, p) for name, p in engine.module.named_parameters() if p.requires_grad)
-    parameters = {name: p for name, p in trained if internals.whole_size(p)}
+    index = save.read_states_index(checkpoint)
+    optimizer = engine.optimizer
+    parameters = {}
+    for name, p in engine.module.named_parameters():
+        if p.requires_grad and internals.whole_size(p):
+            parameters[name] = p
     _set_hyperparameters(index, optimizer, parameters, checkpoint)
     internals.make_adam_states(optimizer)
     for name, p in parameters.items():
@@ -322,23 +352,30 @@ def load_resharded(engine, checkpoint: str | Path) -> None:
                 internals.set_state(p, key, file.get_tensor(key))
     internals.set_adam_step(optimizer, index["adam_step"])
     internals.refresh_weights(optimizer)
+    counters = index["engine"]
     for key in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(engine, key, index["engine"][key])
-    if engine.lr_scheduler is not None and index["engine"]["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(index["engine"]["lr_scheduler"])
+        setattr(engine, key, counters[key])
+    if engine.lr_scheduler is not None and counters["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(counters["lr_scheduler"])
 
 
 def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any], checkpoint: str | Path) -> None:
-    """The learning rate of the moment, and what else DeepSpeed's own load takes from the checkpoint's groups.
-    transformers makes the scheduler anew and loads its counter only: until its next step the rate is the group's."""
+    """What DeepSpeed's own load takes from the checkpoint's groups, the learning rate of the moment among it.
+
+    transformers loads the scheduler's counter only: until its next step the rate is the group's.
+    """
     names = {id(p): name for name, p in parameters.items()}
-    groups = [{names[id(p)] for p in members} for members in internals.members_of_groups(optimizer)]
+    groups = []
+    for members in internals.members_of_groups(optimizer):
+        groups.append(frozenset(names[id(p)] for p in members))
     saved = {frozenset(group["names"]): group for group in index["groups"]}
     strange = set().union(*saved) ^ set(parameters)
-    if strange or not all(frozenset(group) in saved for group in groups):
+    if strange or not saved.keys() >= set(groups):
         first = ", ".join(sorted(strange)[:3]) or "the same, in other groups"
         raise refusal("ZR745", checkpoint=checkpoint, first=first, count=len(strange))
     for target, members in zip(optimizer.param_groups, groups, strict=True):
-        group = saved[frozenset(members)]
-        target.update({key: group[key] for key in HYPERPARAMETERS if key in group})
+        group = saved[members]
+        for key in HYPERPARAMETERS:
+            if key in group:
+                target[key] = group[key]
         target["betas"] = tuple(group["betas"])  # JSON knows no tuples

@@ -21,15 +21,33 @@ from safetensors import SafetensorError, safe_open
 from zero_recipes.core.files import write_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
 
-MANIFEST, UNFINISHED = "manifest.json", "unfinished"
-STATE, HISTORY, LATEST = "trainer_state.json", "history.json", "latest"
-STATES, INDEX_OF_STATES = "zero_states", "zero_states/index.json"  # of a resharded checkpoint
+MANIFEST = "manifest.json"
+UNFINISHED = "unfinished"
+STATE = "trainer_state.json"
+HISTORY = "history.json"
+LATEST = "latest"
+# of a resharded one
+STATES = "zero_states"
+INDEX_OF_STATES = "zero_states/index.json"
 OF_A_RUN = "of_a_run"  # the mark of one that a run has made for itself
-SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
+# files of a model or adapter
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
 CHECKSUMS = "checksums.json"
+SAVED = (
+    "*.safetensors",
+    "*.index.json",
+    "*config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
 THREADS = 4  # hashing and syncing release the interpreter's lock
-SAVED = ("*.safetensors", "*.index.json", "*config.json", "tokenizer*", "vocab*", "merges.txt", "spiece.model")
-SAVED += ("special_tokens_map.json", "added_tokens.json", "chat_template*")
 
 
 class NotWhole(RunFailed):
@@ -37,8 +55,10 @@ class NotWhole(RunFailed):
 
 
 def checksums_of(folder: Path, names: Iterable[str], algorithm: Any = xxhash.xxh3_128) -> dict[str, str | None]:
-    """{name: hexadecimal digits} of files; None of one that cannot be read. `algorithm`: xxh3_128 for checkpoints (as
-    fast as memory is read), "sha256" for models that are handed on."""
+    """{name: hexadecimal digits} of files; None of one that cannot be read.
+
+    xxh3_128 for checkpoints (as fast as memory is read), "sha256" for models that are handed on.
+    """
 
     def digits(name: str) -> str | None:
         try:
@@ -53,16 +73,18 @@ def checksums_of(folder: Path, names: Iterable[str], algorithm: Any = xxhash.xxh
 
 
 def first_changed(folder: Path, expected: dict[str, str], algorithm: Any = xxhash.xxh3_128) -> str | None:
-    """The first file whose checksum is not the one that is expected; None if all have theirs."""
-    found = checksums_of(folder, expected, algorithm)
-    return next((name for name, digits in found.items() if digits != expected[name]), None)
+    """The first file whose checksum is another; None if all have theirs."""
+    for name, digits in checksums_of(folder, expected, algorithm).items():
+        if digits != expected[name]:
+            return name
+    return None
 
 
 # the manifest of a checkpoint
 
 
 def begin_checkpoint(checkpoint: Path) -> None:
-    """Until `write_manifest`, the checkpoint is known to be unfinished; likewise one that is being deleted."""
+    """It is known to be unfinished until `write_manifest`; likewise one that is being deleted."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / UNFINISHED).touch()
     (checkpoint / MANIFEST).unlink(missing_ok=True)
@@ -70,16 +92,23 @@ def begin_checkpoint(checkpoint: Path) -> None:
 
 def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool = True) -> None:
     """Write manifest.json after all ranks have written their files; every file reaches the disk before it does.
-    `facts`: of the run, and the step; or another manifest. Checksums are computed while the disk writes."""
-    names = [path.relative_to(checkpoint).as_posix() for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    names = [name for name in names if name not in (MANIFEST, UNFINISHED)]
+
+    `facts`: of the run, and the step; or another manifest.
+    """
+    sizes = {}
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if path.is_file() and name not in (MANIFEST, UNFINISHED):
+            sizes[name] = path.stat().st_size
+    digests = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        synced = pool.map(_sync, [checkpoint / name for name in names])
-        digests = checksums_of(checkpoint, names) if with_checksums else {}
-        list(synced)
-    sizes = {name: (checkpoint / name).stat().st_size for name in names}
+        synced = pool.map(_sync, [checkpoint / name for name in sizes])  # the disk writes while checksums are computed
+        if with_checksums:
+            digests = checksums_of(checkpoint, sizes)
+        list(synced)  # raises what a thread has raised
     document = {"schema": 1, **facts, "files": sizes, "checksums": digests}
-    write_text(checkpoint / MANIFEST, json.dumps(document | {"checksum": _checksum_of(document)}, indent=2) + "\n")
+    document["checksum"] = _checksum_of(document)
+    write_text(checkpoint / MANIFEST, json.dumps(document, indent=2) + "\n")
     for path in (checkpoint / MANIFEST, checkpoint, checkpoint.parent):
         _sync(path)
     (checkpoint / UNFINISHED).unlink(missing_ok=True)
@@ -95,12 +124,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def is_unfinished(checkpoint: Path) -> bool:
-    """Whether a save of ours into this folder was begun and not ended."""
+    """Whether a save of ours was begun and not ended."""
     return (checkpoint / UNFINISHED).exists() and not (checkpoint / MANIFEST).exists()
 
 
 def is_foreign(checkpoint: Path) -> bool:
-    """Whether another program wrote it: neither ended nor begun by us, and without the history that ours have."""
+    """Whether another program wrote it."""
     return not any((checkpoint / name).exists() for name in (UNFINISHED, MANIFEST, HISTORY))
 
 
@@ -120,27 +149,38 @@ def checkpoint_fault(checkpoint: Path) -> str | None:
 
 def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
     """The first file whose checksum is not the manifest's. Each of `of` processes looks at a `share` of the files."""
-    found = read_manifest(checkpoint) or {"files": {}, "checksums": {}}
-    largest_first = sorted(found["checksums"], key=lambda name: (-found["files"][name], name))
-    wrong = first_changed(checkpoint, {name: found["checksums"][name] for name in largest_first[share::of]})
-    return None if wrong is None else f"{checkpoint / wrong} was changed after it was written: its checksum differs."
+    found = read_manifest(checkpoint)
+    if found is None:
+        return None
+    checksums = found["checksums"]
+    largest_first = sorted(checksums, key=lambda name: (-found["files"][name], name))
+    wrong = first_changed(checkpoint, {name: checksums[name] for name in largest_first[share::of]})
+    if wrong is None:
+        return None
+    return f"{checkpoint / wrong} was changed after it was written: its checksum differs."
 
 
 def document_fault(checkpoint: Path) -> str | None:
-    """The first small file that a resume could not read, once the weights are loaded; None if there is none. DeepSpeed
-    opens the folder that `latest` names, wherever that is."""
-    name = LATEST
-    try:
-        if (checkpoint / LATEST).exists():
-            states = (checkpoint / (checkpoint / LATEST).read_text().strip()).resolve()
-            if states.parent != checkpoint.resolve() or not states.is_dir():
-                raise ValueError(f"{states.name[:40]!r} is not a folder of this checkpoint")
-        for name in (STATE, HISTORY, INDEX_OF_STATES):
-            if (checkpoint / name).exists():
-                dict(json.loads((checkpoint / name).read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        return f"{name} of {checkpoint} cannot be read: {first_line(error)}."
+    """The first small file that a resume could not read; None if there is none."""
+    for name in (LATEST, STATE, HISTORY, INDEX_OF_STATES):
+        path = checkpoint / name
+        try:
+            if not path.exists():
+                continue
+            if name == LATEST:
+                _check_latest(checkpoint, path.read_text().strip())
+            else:
+                dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            return f"{name} of {checkpoint} cannot be read: {first_line(error)}."
     return None
+
+
+def _check_latest(checkpoint: Path, folder: str) -> None:
+    """DeepSpeed opens the folder that `latest` names, wherever that is."""
+    states = (checkpoint / folder).resolve()
+    if states.parent != checkpoint.resolve() or not states.is_dir():
+        raise ValueError(f"{states.name[:40]!r} is not a folder of this checkpoint")
 
 
 def is_resharded(checkpoint: str | Path) -> bool:
@@ -148,8 +188,11 @@ def is_resharded(checkpoint: str | Path) -> bool:
 
 
 def read_states_index(checkpoint: str | Path) -> dict[str, Any]:
-    """{"adam_step", "source": {"checkpoint", "stage", "world_size"}, "engine": counters and DeepSpeed's scheduler,
-    "groups": the optimizer's, with hyperparameters and names; "states": "fp32" or "bf16", of masters and moments}."""
+    """Of a resharded checkpoint.
+
+    "adam_step"; "source": {"checkpoint", "stage", "world_size"}; "engine": counters and DeepSpeed's scheduler;
+    "groups": the optimizer's, with hyperparameters and names; "states": "fp32" or "bf16", of masters and moments.
+    """
     return json.loads((Path(checkpoint) / INDEX_OF_STATES).read_text())
 
 
@@ -183,10 +226,12 @@ class Entry:
 
 
 def compare_with_class(folder: Path, trust_remote_code: bool = False) -> dict[str, Entry]:
-    """Compare a saved model or adapter with its class, built on the meta device; only tied weights may be absent.
-    Returns {tensor name: entry}. Raises NotWhole."""
+    """Compare a saved model or adapter with its class, on the meta device; only tied weights may be absent.
+
+    Returns `entries_of`. Raises NotWhole.
+    """
     entries = entries_of(folder)
-    if not entries or not all(entry.elements for entry in entries.values()):
+    if not entries or any(0 in entry.shape for entry in entries.values()):
         raise NotWhole(
             f"{folder} has no complete model: no weights, or empty tensors, as ZeRO stage 3 saves them without "
             "stage3_gather_16bit_weights_on_model_save."
@@ -199,20 +244,28 @@ def compare_with_class(folder: Path, trust_remote_code: bool = False) -> dict[st
 
 
 def entries_of(folder: Path) -> dict[str, Entry]:
-    """{tensor name: entry}, from one file or from the shards that an index names. Raises NotWhole. safetensors checks
-    that names, shapes and offsets fill each file exactly."""
-    names, entries = [name for name in (ADAPTER, SINGLE) if (folder / name).is_file()][:1], {}
+    """{tensor name: entry}. Raises NotWhole: safetensors checks that the tensors fill each file exactly."""
+    entries = {}
     path = folder / INDEX
     try:
-        if not names and path.is_file():
-            names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-        for path in (folder / name for name in names):
+        for path in _tensor_files(folder):
             with safe_open(path, "pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                entries |= {name: Entry(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+                for name in file.keys():  # noqa: SIM118 (no mapping)
+                    tensor = file.get_slice(name)
+                    entries[name] = Entry(path, tensor.get_dtype(), tuple(tensor.get_shape()))
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise NotWhole(f"{path} is truncated or damaged: {first_line(error)}") from error
     return entries
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    for name in (ADAPTER, SINGLE):
+        if (folder / name).is_file():
+            return [folder / name]
+    if not (folder / INDEX).is_file():
+        return []
+    shards = json.loads((folder / INDEX).read_text())["weight_map"].values()
+    return [folder / name for name in sorted(set(shards))]
 
 
 def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
@@ -235,20 +288,20 @@ def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_code: bool) -> None:
-    """Every matrix that PEFT would make for its base is there; a base that is not at hand is not compared with."""
+    """Every matrix that PEFT would make for its base is there. Nothing is compared without the base."""
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    trust = {"trust_remote_code": trust_remote_code}
     try:
         config = PeftConfig.from_pretrained(str(folder))
         try:
-            base = AutoConfig.from_pretrained(
-                config.base_model_name_or_path, local_files_only=True, trust_remote_code=trust_remote_code
-            )
+            base_config = AutoConfig.from_pretrained(config.base_model_name_or_path, local_files_only=True, **trust)
         except (OSError, ValueError, TypeError):
             return
         with torch.device("meta"):
-            tuned = get_peft_model(AutoModelForCausalLM.from_config(base, trust_remote_code=trust_remote_code), config)
+            base = AutoModelForCausalLM.from_config(base_config, **trust)
+            tuned = get_peft_model(base, config)
         made = get_peft_model_state_dict(tuned, save_embedding_layers=False)
     except Exception as error:  # peft looks each value up in tables of its own
         raise NotWhole(f"{folder} has an adapter that does not fit its base model: {first_line(error)}") from error
@@ -261,25 +314,28 @@ def _raise_if_any(folder: Path, what: str, names: set[str]) -> None:
 
 
 def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
-    """Raise NotWhole where a saved model or adapter holds NaN or infinite numbers; with `zeros` a matrix of zeros. One
-    tensor after another, so that no more than one is in memory."""
+    """Raise NotWhole at NaN or infinite numbers; with `zeros` at a matrix of zeros. One tensor in memory at a time."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[0])):
         with safe_open(entry.file, "pt") as file:
             tensor = file.get_tensor(name)
         if not tensor.is_floating_point() or tensor.element_size() == 1:  # torch has no isfinite for 8 bits
             continue
-        if count := int((~torch.isfinite(tensor)).sum()):
+        count = int((~torch.isfinite(tensor)).sum())
+        if count:
             raise NotWhole(f"{entry.file} is damaged: {name} has {count:,} NaN or infinite values.")
         if zeros and tensor.ndim >= 2 and not tensor.any():
             raise NotWhole(f"{entry.file} is damaged: {name} is all zero.")
 
 
 def write_checksums(folder: Path) -> None:
-    """checksums.json: SHA-256 of the weights, configurations and tokenizer in the folder."""
-    names = saved_files(folder)
-    write_json(folder / CHECKSUMS, {"algorithm": "sha256", "files": checksums_of(folder, names, "sha256")})
+    """checksums.json."""
+    digests = checksums_of(folder, saved_files(folder), "sha256")
+    write_json(folder / CHECKSUMS, {"algorithm": "sha256", "files": digests})
 
 
 def saved_files(folder: Path) -> list[str]:
     """Names of the weights, configurations and parts of a tokenizer in a folder."""
-    return sorted({path.name for pattern in SAVED for path in folder.glob(pattern) if path.is_file()})
+    names = set()
+    for pattern in SAVED:
+        names.update(path.name for path in folder.glob(pattern) if path.is_file())
+    return sorted(names)

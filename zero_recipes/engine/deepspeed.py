@@ -1,47 +1,67 @@
 """DeepSpeed's engine and optimizers from inside: bytes of model states, states of a resharded checkpoint, collectives.
 
-docs/metrics.md says what counts as model states: memory that is kept alive.
-
-Private: the attributes of DeepSpeed's optimizers in _LAYOUTS, of its partitioned parameters (ds_id, ds_numel, ds_shape,
+Private: the attributes of DeepSpeed's optimizers in _LAYOUTS, of its partitioned parameters (ds_id, ds_shape,
 ds_tensor, ds_secondary_tensor; DeepSpeed 0.19.8, runtime/zero/) and of 4-bit layers (quant_state; bitsandbytes 0.50,
 nn/modules.py). No public call returns their bytes. Paths below are relative to deepspeed/runtime.
 
 Private: of the optimizers of stages 1 to 3 (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py) masters,
 groups, `_optimizer_step`, `_lazy_init_hp_params_optimizer_state`, `update_lp_params`,
-`_reassign_or_swap_out_partitioned_parameters`, `checkpoint_event_epilogue`, `persistent_parameters`; of stage 0's
-(fp16/) groups and masters. A resharded checkpoint goes into a fresh engine by parameter; no public call fills one.
+`_reassign_or_swap_out_partitioned_parameters`, `checkpoint_event_epilogue`, `persistent_parameters`;
+of stage 0's (fp16/) groups and masters.
+A resharded checkpoint goes into a fresh engine by parameter; no public call fills one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from zero_recipes.engine.fsdp import local, whole_gradients
 
-# bytes of model states
+# bytes of model states: memory that is kept alive (docs/metrics.md)
 
 STATE_PARTS = ("params", "grads", "optimizer")
 
-# DeepSpeed's optimizers (zero/stage_1_and_2.py, zero/stage3.py, fp16/, bf16_optimizer.py): the attributes that hold
-# weights beside the parameters, gradients beside theirs, and fp32 masters. One that was renamed is an error.
-WEIGHTS, GRADIENTS, MASTERS = range(3)
+
+class Layout(NamedTuple):
+    """Attributes of an optimizer. One that was renamed is an error."""
+
+    weights: list[str]  # beside the parameters
+    gradients: list[str]  # beside the parameters' own
+    masters: list[str]  # in fp32
+
+
+# zero/stage_1_and_2.py, zero/stage3.py, fp16/, bf16_optimizer.py
 _LAYOUTS = {
-    "DeepSpeedZeroOptimizer": (
+    "DeepSpeedZeroOptimizer": Layout(
         ["bit16_groups_flat"],
         ["averaged_gradients", "all_grad_tensors"],  # views over micro steps
         ["single_partition_of_fp32_groups"],
     ),
-    "DeepSpeedZeroOptimizer_Stage3": (
+    "DeepSpeedZeroOptimizer_Stage3": Layout(
         [],
         ["averaged_gradients", "grad_partitions_flat_buffer"],
         ["fp32_partitioned_groups_flat"],
     ),
-    "FP16_Optimizer": ([], [], ["fp32_groups_flat"]),
-    "FP16_UnfusedOptimizer": ([], [], ["fp32_groups"]),
-    "BF16_Optimizer": (["bf16_groups_flat"], ["fp32_groups_gradients_flat"], ["fp32_groups_flat_partition"]),
+    "FP16_Optimizer": Layout([], [], ["fp32_groups_flat"]),
+    "FP16_UnfusedOptimizer": Layout([], [], ["fp32_groups"]),
+    "BF16_Optimizer": Layout(
+        ["bf16_groups_flat"],
+        ["fp32_groups_gradients_flat"],
+        ["fp32_groups_flat_partition"],
+    ),
 }
+
+
+def _layout(optimizer: Any) -> Layout:
+    """Empty for a torch optimizer."""
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _LAYOUTS:
+            return _LAYOUTS[cls.__name__]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return Layout([], [], [])
+    raise TypeError(f"{type(optimizer).__name__} is none of {', '.join(_LAYOUTS)}")
 
 
 def state_bytes(
@@ -53,43 +73,51 @@ def state_bytes(
 ) -> dict[str, int]:
     """{"params", "grads", "optimizer", "offloaded_host"}: bytes at this moment, on this rank.
 
-    `model` is the bare module, `parameters` are its own between two steps, `optimizer` is DeepSpeed's ZeRO optimizer or
-    a torch optimizer. Tensors on another device than the one that trains, and (in a CPU run, where host and device are
-    one) states that the configuration offloads, count as offloaded_host; not the counters that torch's optimizers keep
-    on the host beside states on a GPU. What is on disk has no tensor. Raises TypeError for others.
+    `model` is the bare module, `parameters` are its own between two steps.
+    `optimizer` is DeepSpeed's ZeRO optimizer or a torch optimizer; TypeError for others.
+    offloaded_host: on another device than the one that trains, but for the counters of torch's optimizers;
+    in a CPU run, where host and device are one, states that the configuration offloads.
     """
     device = _training_device()
     tensors = {
-        "params": [*map(local, weight_tensors(parameters, optimizer)), *_scales(model)],
-        "grads": [*map(local, gradient_tensors(parameters, optimizer)), *whole_gradients(model)],
-        "optimizer": list(map(local, optimizer_tensors(parameters, optimizer))),
+        "params": [*weight_tensors(parameters, optimizer), *_scales(model)],
+        "grads": [*gradient_tensors(parameters, optimizer), *whole_gradients(model)],
+        "optimizer": [*optimizer_tensors(parameters, optimizer)],
     }
     offloaded = {"params": offload_param, "grads": offload_optimizer, "optimizer": offload_optimizer}
-    here: dict[str, list[torch.Tensor]] = {part: [] for part in STATE_PARTS}
+    sizes = {}
     host = []
     for part in STATE_PARTS:
-        for tensor in tensors[part]:
+        here = []
+        for tensor in map(local, tensors[part]):
             elsewhere = tensor.device.type != device and tensor.dim() > 0
-            (host if elsewhere or (device == "cpu" and offloaded[part]) else here[part]).append(tensor)
-    return {part: distinct_bytes(here[part]) for part in STATE_PARTS} | {"offloaded_host": distinct_bytes(host)}
+            if elsewhere or (device == "cpu" and offloaded[part]):
+                host.append(tensor)
+            else:
+                here.append(tensor)
+        sizes[part] = distinct_bytes(here)
+    sizes["offloaded_host"] = distinct_bytes(host)
+    return sizes
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory that these tensors keep alive: whole storages, each counted once."""
+    """Of whole storages, each counted once."""
     storages = {tensor.untyped_storage() for tensor in tensors}  # one object for all views of it
     return sum(storage.nbytes() for storage in storages)
 
 
 def weight_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Stages 1 and 2: the flat 16-bit groups, padding included; stage 3: this rank's partition (`ds_tensor`), and its
-    part of the machine's copy under hpZ (`ds_secondary_tensor`)."""
+    """Stages 1 and 2: the flat 16-bit groups, padding included.
+
+    Stage 3: this rank's partition (`ds_tensor`), and its part of the machine's copy under hpZ (`ds_secondary_tensor`).
+    """
     if is_stage_3(optimizer):
         for p in parameters:
             yield p.ds_tensor
             yield from _flatten(p.ds_secondary_tensor)
     else:
         yield from parameters
-    yield from _state_tensors(optimizer, WEIGHTS)
+    yield from _attributes(optimizer, _layout(optimizer).weights)
 
 
 def is_partitioned(p: torch.nn.Parameter) -> bool:
@@ -99,7 +127,7 @@ def is_partitioned(p: torch.nn.Parameter) -> bool:
 
 def whole_size(p: torch.nn.Parameter) -> int:
     """Elements of a parameter, of all ranks together."""
-    return p.ds_numel if is_partitioned(p) else p.numel()
+    return whole_shape(p).numel()
 
 
 def whole_shape(p: torch.nn.Parameter) -> torch.Size:
@@ -108,59 +136,69 @@ def whole_shape(p: torch.nn.Parameter) -> torch.Size:
 
 
 def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Any]]:
-    """(weight, bitsandbytes' QuantState) of every layer in 4 bit: its scales, and the shape before packing. FSDP2 makes
-    other parameters of the weights; the layer keeps the state then (bitsandbytes 0.50, nn/modules.py,
-    fix_4bit_weight_quant_state_from_module)."""
+    """(weight, bitsandbytes' QuantState) of every layer in 4 bit: its scales, and the shape before packing.
+
+    FSDP2 makes other parameters of the weights; the layer keeps the state then
+    (bitsandbytes 0.50, nn/modules.py, fix_4bit_weight_quant_state_from_module).
+    """
     for module in model.modules():
-        weight = dict(module.named_parameters(recurse=False)).get("weight")  # PEFT's layer has its base's as a property
+        own = dict(module.named_parameters(recurse=False))
+        weight = own.get("weight")  # PEFT's layer has its base's as a property
         state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
         if state is not None:
             yield weight, state
 
 
 def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """What 4-bit weights are multiplied with, 4 bytes for 64 of them: no parameter, and whole on every rank."""
+    """What 4-bit weights are multiplied with: no parameter, and whole on every rank."""
     for _, state in packed_weights(model):
         yield from _flatten(vars(state))
-        yield from _flatten(vars(state.state2) if state.nested else None)
+        if state.nested:
+            yield from _flatten(vars(state.state2))
 
 
 def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Gradients as each stage keeps them, and the fp32 copies that DeepSpeed makes inside step(). From stage 2 on a
-    parameter's own gradient is in flight only, on its way through the reduce bucket."""
+    """Gradients as each stage keeps them, and the fp32 copies that DeepSpeed makes inside step().
+
+    From stage 2 on a parameter's own gradient is in flight only, on its way through the reduce bucket.
+    """
+    layout = _layout(optimizer)
     stage_1_or_2 = _is(optimizer, "DeepSpeedZeroOptimizer")
-    if not (is_stage_3(optimizer) or (stage_1_or_2 and optimizer.partition_gradients)):
-        # stage 1 leaves small gradients as views into the bucket that has reduced them
-        reducing = optimizer.ipg_buckets.values() if stage_1_or_2 else ()
-        buckets = {buffer.untyped_storage() for bucket in reducing for buffer in bucket.buffer}
-        for p in parameters:
-            # zero/stage_1_and_2.py: fill_grad_accum_attribute makes the second one, where it makes any
-            for grad in (p.grad, getattr(p, "grad_accum", None)):
-                if grad is not None and local(grad).untyped_storage() not in buckets:
-                    yield grad
-    yield from _state_tensors(optimizer, GRADIENTS)
+    if stage_1_or_2 and not optimizer.partition_gradients:
+        yield from _gradients_outside_buckets(parameters, optimizer.ipg_buckets.values())
+    elif not stage_1_or_2 and not is_stage_3(optimizer):
+        yield from _gradients_outside_buckets(parameters, [])
+    yield from _attributes(optimizer, layout.gradients)
     if stage_1_or_2:  # the buffer of copy_grads_in_partition: made by the first gradient
         yield from _flatten(getattr(optimizer, "grads_in_partition", None))
-    for master in _state_tensors(optimizer, MASTERS):
+    for master in _attributes(optimizer, layout.masters):
         if master.grad is not None:
             yield master.grad
+
+
+def _gradients_outside_buckets(parameters: Sequence[torch.nn.Parameter], buckets: Iterable) -> Iterator[torch.Tensor]:
+    """Stage 1 leaves small gradients as views into the bucket that has reduced them: they hold no memory."""
+    reduced = set()
+    for bucket in buckets:
+        reduced.update(buffer.untyped_storage() for buffer in bucket.buffer)
+    for p in parameters:
+        # zero/stage_1_and_2.py: fill_grad_accum_attribute makes the second one, where it makes any
+        for grad in (p.grad, getattr(p, "grad_accum", None)):
+            if grad is not None and local(grad).untyped_storage() not in reduced:
+                yield grad
 
 
 def optimizer_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
     """fp32 masters and every tensor of `optimizer.state`. Without DeepSpeed the master is the parameter itself."""
     known = set(map(id, parameters))
-    for master in _state_tensors(optimizer, MASTERS):
+    for master in _attributes(optimizer, _layout(optimizer).masters):
         if id(master) not in known:
             yield master
     yield from _flatten(dict(base_optimizer(optimizer).state))
 
 
-def _state_tensors(optimizer: Any, what: int) -> Iterator[torch.Tensor]:
-    """The tensors of DeepSpeed's optimizer that hold WEIGHTS, GRADIENTS or MASTERS; none of a torch optimizer."""
-    layouts = [_LAYOUTS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _LAYOUTS]
-    if not layouts and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} is none of {', '.join(_LAYOUTS)}")
-    for name in layouts[0][what] if layouts else ():
+def _attributes(optimizer: Any, names: list[str]) -> Iterator[torch.Tensor]:
+    for name in names:
         yield from _flatten(getattr(optimizer, name))
 
 
@@ -182,7 +220,9 @@ def _training_device() -> str:
 
 
 def _flatten(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
 
 
 def forget_trace_of_generation(engine) -> None:
@@ -190,10 +230,10 @@ def forget_trace_of_generation(engine) -> None:
 
     Private: the `param_coordinator` of stage 3 and its trace (DeepSpeed 0.19.8,
     runtime/zero/partitioned_param_coordinator.py). It prefetches parameters in the order of the last forward pass.
-    Generation passes through the LM head's module, TRL's fused LM head (trl/trainer/utils.py `add_fused_lm_head`)
-    gathers the head's weight itself: it finds it in flight and the first training step dies with "Cannot partition a
-    param in flight". TRL does the same in models/utils.py `add_hooks`, behind a full gather. The order is recorded
-    anew from the second step on: that of the first lacks the head's weight, and a LoRA dies with "tracing error".
+    Generation passes through the LM head's module; TRL's fused LM head (trl/trainer/utils.py `add_fused_lm_head`)
+    gathers the head's weight itself: it finds it in flight, "Cannot partition a param in flight".
+    TRL does the same in models/utils.py `add_hooks`, behind a full gather.
+    The order is recorded anew from the second step on: that of the first lacks the head, a LoRA's "tracing error".
     """
     optimizer = getattr(engine, "optimizer", None)
     if is_stage_3(optimizer):
@@ -211,9 +251,11 @@ def is_stage_3(optimizer: Any) -> bool:
 
 
 def set_state(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") to where it belongs. At stage
-    3 by DeepSpeed's call for a part: its safe_set_full_fp32_param (0.19.8, zero/stage3.py `set_full_hp_param`) does not
-    know that the last part is padded, and fails where the world does not divide the size."""
+    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") to where it belongs.
+
+    At stage 3 by DeepSpeed's call for a part: the one for all (0.19.8, zero/stage3.py `set_full_hp_param`) does not
+    know that the last part is padded, and fails where the world does not divide the size.
+    """
     from deepspeed import utils
 
     state = None if key == "fp32" else key  # DeepSpeed sets the master where no state is named
@@ -227,19 +269,19 @@ def set_state(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
 
 
 def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a whole tensor of the shape of `p`, flat: all but at stage 3."""
+    """This rank's elements of a tensor of the shape of `p`, flat: all but at stage 3."""
     if not is_partitioned(p):
         return whole.flatten()
-    start = torch.distributed.get_rank(p.ds_process_group) * p.ds_tensor.numel()
-    return whole.flatten()[start : start + p.ds_tensor.numel()]
+    size = p.ds_tensor.numel()
+    start = torch.distributed.get_rank(p.ds_process_group) * size
+    return whole.flatten()[start : start + size]
 
 
 @torch.no_grad()
 def set_masters(optimizer, values: Iterable[tuple], can_be_set: bool = True) -> bool:
     """Set this rank's fp32 masters where the weights, 16-bit copies of `values`, have lost bits. The weights stay.
 
-    `values`: (trained parameter, whole tensor or None if unknown). Returns whether all masters are the values:
-    not if one is unknown or no longer the weight's, nor if bits are lost and none `can_be_set`.
+    `values`: (trained parameter, whole tensor or None if unknown). Returns whether all masters are the values.
     """
     at_stage_0 = _masters_at_stage_0(optimizer)
     exact = True
@@ -254,29 +296,31 @@ def set_masters(optimizer, values: Iterable[tuple], can_be_set: bool = True) -> 
         rounded = mine.to(p.dtype)
         if torch.equal(rounded.to(mine.dtype), mine):
             continue
-        if not can_be_set or not torch.equal(rounded, weight[: mine.numel()]):
+        if not can_be_set or not torch.equal(rounded, weight[: mine.numel()]):  # no longer the weight's
             exact = False
         elif id(p) in at_stage_0:
-            at_stage_0[id(p)].copy_(mine.view(at_stage_0[id(p)].shape))
+            master = at_stage_0[id(p)]
+            master.copy_(mine.view(master.shape))
         else:
             set_state(p, "fp32", value)
     return exact
 
 
 def _masters_at_stage_0(optimizer) -> dict[int, torch.Tensor]:
-    """{id of a weight: its master}, with DeepSpeed's FusedAdam a part of a flat one; {} at other stages."""
+    """{id of a weight: its master}, with FusedAdam a part of a flat one; {} at other stages."""
     found: dict[int, torch.Tensor] = {}
-    is_flat = _is(optimizer, "FP16_Optimizer")
-    if is_flat or _is(optimizer, "FP16_UnfusedOptimizer"):
-        for number, members in enumerate(optimizer.fp16_groups):
-            masters = optimizer.fp32_groups_flat if is_flat else optimizer.fp32_groups
-            sizes = [p.numel() for p in members]
-            found |= zip(map(id, members), masters[number].split(sizes) if is_flat else masters[number], strict=True)
+    if _is(optimizer, "FP16_Optimizer"):
+        for members, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            masters = flat.split([p.numel() for p in members])
+            found |= zip(map(id, members), masters, strict=True)
+    elif _is(optimizer, "FP16_UnfusedOptimizer"):
+        for members, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            found |= zip(map(id, members), masters, strict=True)
     return found
 
 
 def flat_masters(optimizer) -> list[torch.Tensor]:
-    """fp32 masters of this rank: of each sub-group at stage 3, of each group at stages 1 and 2."""
+    """This rank's: of each sub-group at stage 3, of each group at stages 1 and 2."""
     if is_stage_3(optimizer):
         return optimizer.fp32_partitioned_groups_flat
     return optimizer.single_partition_of_fp32_groups
@@ -293,10 +337,12 @@ def members_of_groups(optimizer) -> list[list[torch.nn.Parameter]]:
 
 
 def make_adam_states(optimizer) -> None:
-    """Let the optimizer make its own states, whichever Adam it is: one step with zero gradients at a rate of 0. They
-    are all overwritten afterwards. DeepSpeed makes none before the first step (zero/stage3.py and
-    zero/stage_1_and_2.py, `initialize_optimizer_states`)."""
-    base, stage_3 = base_optimizer(optimizer), is_stage_3(optimizer)
+    """Let any Adam make its own states: one step with zero gradients at a rate of 0. All are overwritten afterwards.
+
+    DeepSpeed makes none before the first step (zero/stage3.py, stage_1_and_2.py `initialize_optimizer_states`).
+    """
+    base = base_optimizer(optimizer)
+    stage_3 = is_stage_3(optimizer)
     masters = flat_masters(optimizer)
     rates = [group["lr"] for group in base.param_groups]
     grads = [master.grad for master in masters]  # offloaded ones have a buffer that stays
@@ -323,13 +369,15 @@ def set_adam_step(optimizer, step: int) -> None:
     """Each state gets a counter of its own: one that two groups share would count twice in each step."""
     base = base_optimizer(optimizer)
     for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups, with integers
-        if "step" in counters:
-            old = counters["step"]
-            counters["step"] = torch.full_like(old, step) if torch.is_tensor(old) else step
+        counter = counters.get("step")
+        if torch.is_tensor(counter):
+            counters["step"] = torch.full_like(counter, step)
+        elif counter is not None:
+            counters["step"] = step
 
 
 def refresh_weights(optimizer) -> None:
-    """The weights that the forward pass uses, from the fp32 masters: what DeepSpeed does after each step."""
+    """From the fp32 masters, as DeepSpeed does after each step."""
     if not is_stage_3(optimizer):
         optimizer.update_lp_params()
         return
@@ -365,8 +413,8 @@ COLLECTIVES = {
 def communication_backend():
     """The object whose methods carry DeepSpeed's collectives.
 
-    Private: `cdb` and the methods of COLLECTIVES (DeepSpeed 0.19.8, comm/comm.py and comm/torch.py). DeepSpeed's own
-    comms logger waits for the device at every collective and does not know the group.
+    Private: `cdb` and the methods of COLLECTIVES (DeepSpeed 0.19.8, comm/comm.py and comm/torch.py).
+    DeepSpeed's own logger (comm.py `timed_op`) waits for the device at every collective and does not know the group.
     """
     from deepspeed import comm
 

@@ -1,4 +1,4 @@
-"""PyTorch's FSDP2 (`fully_shard`) under the same recipe: its mixed precision, that it shards, and its gradients.
+"""PyTorch's FSDP2 (`fully_shard`) under the same recipe.
 
 File names are those of accelerate 1.15, transformers 5.23 and torch 2.13.
 """
@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 def fix_arguments(training_args, device: str) -> None:
     """Set what would change a run's results. Call it once TrainingArguments exist and before the trainer does.
 
-    accelerate's own mixed precision (utils/dataclasses.py, set_mixed_precision) also casts what the model returns to 16
-    bit: the loss, which TRL computes inside the model, is rounded to three digits. `fsdp_config` takes no other.
+    accelerate's own mixed precision (utils/dataclasses.py, set_mixed_precision) also casts what the model returns:
+    the loss, which TRL computes inside, is rounded to three digits. `fsdp_config` takes no other.
 
-    Private: `fsdp_plugin_args` of TrainingArguments (transformers 5.23, training_args.py), which Trainer hands to
-    accelerate's plugin.
+    Private: `fsdp_plugin_args` of TrainingArguments (transformers 5.23, training_args.py), for accelerate's plugin.
     """
     if device == "cpu":
         shard_on_cpu()
@@ -31,9 +30,9 @@ def fix_arguments(training_args, device: str) -> None:
 def shard_on_cpu() -> None:
     """Make accelerate shard in a CPU run.
 
-    Private: the `distributed_type` of PartialState (accelerate 1.15). state.py (AcceleratorState.__init__) looks for
-    FSDP only where the type is on a list without MULTI_CPU: with `use_cpu` every rank trains under plain
-    DistributedDataParallel, without a message.
+    Private: the `distributed_type` of PartialState (accelerate 1.15).
+    state.py (AcceleratorState.__init__) looks for FSDP only where the type is on a list without MULTI_CPU:
+    with `use_cpu` every rank trains under plain DistributedDataParallel, without a message.
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
@@ -44,40 +43,51 @@ def shard_on_cpu() -> None:
 def keep_names_of_the_file(model: PreTrainedModel) -> None:
     """Let a model be saved under the names that its class has in files. Call it before the model is sharded.
 
-    Private: `_weight_conversions` and transformers.conversion_mapping (transformers 5.23). core_model_loading.py
-    (revert_weight_conversion) finds the renamings of a model that was built from its config by the name of its class,
-    and torch's fully_shard puts "FSDP" before that: GPTNeoX would be saved with lm_head instead of embed_out.
+    Private: `_weight_conversions` and transformers.conversion_mapping (transformers 5.23).
+    core_model_loading.py (revert_weight_conversion) finds the renamings of a model built from its config by its class's
+    name. torch's fully_shard puts "FSDP" before that: GPTNeoX would be saved with lm_head.
     """
     from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
 
-    if getattr(model, "_weight_conversions", None) is None:  # a model that is read from a file has them
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        model._weight_conversions = [change for change in found if not isinstance(change, PrefixChange)] or None
+    if getattr(model, "_weight_conversions", None) is not None:
+        return  # a model that is read from a file has them
+    changes = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [change for change in changes if not isinstance(change, PrefixChange)]
+    model._weight_conversions = renamings or None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that is on this rank: all of it, unless FSDP2 shards it."""
+    """This rank's part: all of it, unless FSDP2 shards it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def reshard_model(model: torch.nn.Module) -> None:
-    """Free what FSDP2 leaves gathered after a forward pass without a backward pass: the root and the LM head. torch
-    (fsdp/_fully_shard/_fully_shard.py) reshards these after the backward pass only."""
+    """Free the root and the LM head, which FSDP2 reshards after a backward pass only.
+
+    torch, fsdp/_fully_shard/_fully_shard.py.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole_gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Unsharded gradients that FSDP2 keeps from one micro step to the next; nothing of a model without FSDP2.
+    """Unsharded gradients that FSDP2 keeps from one micro step to the next.
 
-    Private: FSDPState and FSDPParam (torch 2.13, fsdp/_fully_shard/_fsdp_param.py). Under accumulation accelerate
-    (accelerator.py, no_sync) delays the reduction to the last micro step, and no public name leads to the gradients.
+    Private: FSDPState and FSDPParam (torch 2.13, fsdp/_fully_shard/_fsdp_param.py).
+    Under accumulation accelerate (accelerator.py, no_sync) delays the reduction to the last micro step.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    # before the first all-gather there is none
-                    computed = parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
-                    yield from (grad for grad in (computed, parameter.unsharded_accumulated_grad) if grad is not None)
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                yield from _gradients_of(parameter)
+
+
+def _gradients_of(parameter) -> Iterator[torch.Tensor]:
+    if parameter.unsharded_accumulated_grad is not None:
+        yield parameter.unsharded_accumulated_grad
+    unsharded = getattr(parameter, "_unsharded_param", None)  # None before the first all-gather
+    if unsharded is not None and unsharded.grad is not None:
+        yield unsharded.grad

@@ -1,8 +1,8 @@
 """What is read from, set in and called on private parts of transformers, TRL, accelerate and datasets.
 
 Private: `_attn_implementation` of a model's config, and the tables and functions of transformers 5.23 that the part on
-attention imports (modeling_flash_attention_utils.py, integrations/hub_kernels.py, utils/import_utils.py). None of them
-is documented; without them a missing kernel would be found after the weights are loaded.
+attention imports (modeling_flash_attention_utils.py, integrations/hub_kernels.py, utils/import_utils.py).
+Without them a missing kernel would be found after the weights are loaded.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 def without_deepspeed_announcement() -> Iterator[None]:
     """transformers knows of no DeepSpeed configuration here, and afterwards of the one that it knew before.
 
-    Under ZeRO stage 3 from_pretrained and from_config are collective, through zero.Init; here they are neither. A
-    configuration that is announced here (HfTrainerDeepSpeedConfig announces itself) is forgotten.
+    Under ZeRO stage 3 from_pretrained and from_config are collective, through zero.Init; here they are not.
+    A configuration that is announced here is forgotten.
 
-    Private: `_hf_deepspeed_config_weak_ref` (transformers 5.23, integrations/deepspeed.py). The public
-    unset_hf_deepspeed_config cannot be undone: no public name leads to the object.
+    Private: `_hf_deepspeed_config_weak_ref` (transformers 5.23, integrations/deepspeed.py).
+    The public unset_hf_deepspeed_config cannot be undone.
     """
     from transformers.integrations import deepspeed
 
@@ -50,12 +50,13 @@ def without_deepspeed_announcement() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dtypes_of_the_file(precision: str) -> Iterator[None]:
-    """from_pretrained leaves each tensor in its file's dtype, as safetensors has mapped it: in no memory but the file's
-    cache, which all processes of a machine share, unless it is converted (experts become one tensor). Tensors in
-    `precision` ("bf16", "fp16") are not read: they are on the meta device.
+    """from_pretrained leaves each tensor in its file's dtype, as safetensors has mapped it.
 
-    Private: `_materialize_copy` (transformers 5.23, core_model_loading.py), which casts all to one dtype, with "auto"
-    to that of config.json or of the file's first tensor.
+    All processes of a machine share the file's cache; what is converted (experts become one tensor) is copied.
+    Tensors in `precision` ("bf16", "fp16") are not read: they are on the meta device.
+
+    Private: `_materialize_copy` (transformers 5.23, core_model_loading.py).
+    It casts all to one dtype, with "auto" to that of config.json or of the file's first tensor.
     """
     from transformers import core_model_loading
 
@@ -74,8 +75,9 @@ def count_tokens_with_loss(trainer: Trainer) -> None:
     """Let the Trainer count the tokens of a step that have a loss, as SFTTrainer computes it, for every model.
 
     Private: `model_accepts_loss_kwargs`, `_loss_shifts_labels` and what training/token_loss.py overrides of the Trainer
-    (transformers 5.23, trainer.py). `_get_num_items_in_batch` counts nothing for models whose own loss takes no count
-    (`accepts_loss_kwargs = False`), and a row's first token, which has no loss, for those without a `loss_type`.
+    (transformers 5.23, trainer.py).
+    `_get_num_items_in_batch` counts nothing where the model's loss takes no count (`accepts_loss_kwargs = False`),
+    and a row's first token, which has no loss, where it has no `loss_type`.
     """
     trainer.model_accepts_loss_kwargs = trainer._loss_shifts_labels = True
 
@@ -83,34 +85,38 @@ def count_tokens_with_loss(trainer: Trainer) -> None:
 def rows_left_over(loader) -> int:
     """Rows in the last batches of an epoch, over all ranks, before accelerate fills them with the epoch's first rows.
 
-    0 where it fills none: the rows divide, are dropped, come one batch at a time on one process, or are rebalanced.
-    `loader`: a training data loader as accelerate has prepared it, before any batch is skipped.
+    0 where it fills none.
+    `loader`: as accelerate has prepared it, before any batch is skipped.
 
-    Private: BatchSamplerShard and DataLoaderDispatcher (accelerate 1.15, data_loader.py). accelerate counts the rows
-    too (DataLoaderStateMixin.begin), but loses the count in `skip_first_batches`: SkipBatchSampler has no `batch_size`,
-    and begin() suppresses the AttributeError. Upstream: huggingface/accelerate#4235.
+    Private: BatchSamplerShard and DataLoaderDispatcher (accelerate 1.15, data_loader.py).
+    accelerate counts the rows too (DataLoaderStateMixin.begin), but loses the count in `skip_first_batches`:
+    SkipBatchSampler has no `batch_size`, and begin() suppresses the AttributeError.
+    Upstream: huggingface/accelerate#4235.
     """
-    sampler = loader.batch_sampler
     if isinstance(loader, DataLoaderDispatcher):  # counts while it hands out
         return loader.gradient_state.remainder
+    sampler = loader.batch_sampler
     if not isinstance(sampler, BatchSamplerShard) or sampler.drop_last or sampler.batch_size is None:
         return 0
-    return len(loader.dataset) % (sampler.batch_size * (1 if sampler.split_batches else sampler.num_processes))
+    at_once = sampler.batch_size
+    if not sampler.split_batches:
+        at_once *= sampler.num_processes
+    return len(loader.dataset) % at_once
 
 
 def fingerprint(rows: "Dataset") -> str:
-    """The datasets library's own hash of these rows and of all that has made them.
+    """datasets' own hash of these rows and of all that has made them: the name of prepared rows in the cache.
 
-    Private: `_fingerprint` (datasets 5.2, arrow_dataset.py). Prepared rows are cached under it.
+    Private: `_fingerprint` (datasets 5.2, arrow_dataset.py).
     """
     return rows._fingerprint
 
 
 def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> "Dataset":
-    """Rows as SFTTrainer makes them, before there is a model, on one process of each machine.
+    """Rows as SFTTrainer makes them, before there is a model, on one process.
 
-    Private: SFTTrainer._prepare_dataset and `global_then_local_main_first` (TRL 1.16, trainer/sft_trainer.py). The
-    method needs three attributes of a trainer; its turns would wait for ranks that are not here.
+    Private: SFTTrainer._prepare_dataset and `global_then_local_main_first` (TRL 1.16, trainer/sft_trainer.py).
+    The method needs three attributes of a trainer; its turns would wait for the other ranks.
     """
     from trl.trainer import sft_trainer
 
@@ -118,11 +124,9 @@ def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, trainin
     only_completion = training_args.completion_only_loss
     if only_completion is None:
         only_completion = {"prompt", "completion"} <= set(columns)
-    stand_in = SimpleNamespace(
-        _tokenizer=tokenizer,
-        completion_only_loss=only_completion,
-        chat_template=None if "input_ids" in columns else training_template(tokenizer, training_args),
-    )
+    stand_in = SimpleNamespace(_tokenizer=tokenizer, completion_only_loss=only_completion, chat_template=None)
+    if "input_ids" not in columns:
+        stand_in.chat_template = training_template(tokenizer, training_args)
     with patch.object(sft_trainer, "global_then_local_main_first", contextlib.nullcontext), environment_kept():
         return sft_trainer.SFTTrainer._prepare_dataset(
             stand_in, rows, tokenizer, training_args, packing, formatting_func=None, dataset_name="the"
@@ -130,8 +134,10 @@ def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, trainin
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase, training_args) -> str | None:
-    """TRL's version of the chat template, with `{% generation %}`, where it masks by it; None where it takes the
-    tokenizer's own. Raises ValueError where there is none."""
+    """TRL's version of the chat template, with `{% generation %}`, where it masks by it.
+
+    None where it takes the tokenizer's own. Raises ValueError where there is none.
+    """
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     if not training_args.assistant_only_loss or has_generation_markers(tokenizer.chat_template):
@@ -143,9 +149,9 @@ def read_texts_as_texts() -> None:
     """Keep texts in JSON files texts.
 
     Private: `json_encode_field` and `json_encode_fields_in_json_lines` (datasets 5.2, utils/json.py), as the reader of
-    JSON files calls them (packaged_modules/json/json.py). Where rows of a field have several types, the field is stored
-    as JSON, and a text that is JSON by itself is taken for encoded already: the answer "2101" becomes the number 2101,
-    "0210" becomes 210, and "null" is no answer.
+    JSON files calls them (packaged_modules/json/json.py).
+    A field of several types is stored as JSON, and a text that is JSON by itself is taken for encoded already:
+    the answer "2101" becomes the number 2101, "0210" becomes 210, and "null" is no answer.
     """
     from datasets.packaged_modules.json import json as reader
     from datasets.utils.json import ujson_dumps, ujson_loads
@@ -179,11 +185,15 @@ def read_texts_as_texts() -> None:
 
 @contextlib.contextmanager
 def rows_are_cut(training_args) -> Iterator[None]:
-    """SFTTrainer may be built here for padding-free batches of rows that are cut to max_length already. TRL 1.16
-    (trainer/sft_trainer.py, `__init__`) refuses padding_free with a max_length: it "is not enforced". Here it is:
-    data/prepare.py has TRL cut the rows before there is a trainer."""
-    is_refused = training_args.padding_free and not training_args.packing
-    with patch.object(training_args, "max_length", None if is_refused else training_args.max_length):
+    """SFTTrainer may be built here for padding-free batches of rows that are cut to max_length already.
+
+    TRL 1.16 (trainer/sft_trainer.py, `__init__`) refuses padding_free with a max_length: it "is not enforced".
+    Here it is: data/prepare.py has TRL cut the rows before there is a trainer.
+    """
+    max_length = training_args.max_length
+    if training_args.padding_free and not training_args.packing:
+        max_length = None
+    with patch.object(training_args, "max_length", max_length):
         yield
 
 
@@ -194,8 +204,10 @@ LAUNCHED += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMPI_", "PMI_", "MV
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Random numbers of Python, NumPy and torch go on afterwards as if nothing was seeded inside: every Trainer seeds
-    all of them. CUDA's are never seeded inside: before CUDA is initialized, torch would remember the seed for it."""
+    """Random numbers of Python, NumPy and torch go on afterwards as if nothing was seeded inside.
+
+    Every Trainer seeds them. CUDA's are not seeded: before CUDA is initialized, torch would remember the seed for it.
+    """
     of_python = random.getstate()
     of_numpy = numpy.random.get_state()
     no_cuda_seed = patch.object(torch.cuda, "manual_seed_all", lambda seed: None)
@@ -209,16 +221,18 @@ def random_states_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def single_process_env() -> Iterator[None]:
-    """One process on the CPU, whatever the launcher set, and silent libraries. The environment and random states are
-    restored afterwards, accelerate's states are not: TrainingArguments makes them anew (transformers, training_args.py
-    `_setup_devices`)."""
+    """One process on the CPU, whatever the launcher set, and silent libraries.
+
+    accelerate's states are not restored: TrainingArguments makes them anew (training_args.py `_setup_devices`).
+    """
     from accelerate import PartialState
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
     with environment_kept(), quiet(), without_deepspeed_announcement(), random_states_kept():
-        for name in [name for name in os.environ if name.startswith(LAUNCHED)]:
-            del os.environ[name]
+        for name in list(os.environ):
+            if name.startswith(LAUNCHED):
+                del os.environ[name]
         try:
             PartialState(cpu=True)  # accelerate's loggers need one
             yield
@@ -230,29 +244,33 @@ def single_process_env() -> Iterator[None]:
 
 
 def attention_kernel(attn_implementation: str | None) -> str | None:
-    """The kernel of the hub that provides an implementation, or that it names; None of eager, sdpa and the like."""
-    if attn_implementation in flash.FLASH_ATTN_KERNEL_FALLBACK:
-        return flash.FLASH_ATTN_KERNEL_FALLBACK[attn_implementation]
-    return attn_implementation if hub_kernels.is_kernel(attn_implementation) else None
+    """The kernel of the hub that it names or falls back to; None of eager, sdpa and the like."""
+    if hub_kernels.is_kernel(attn_implementation):
+        return attn_implementation
+    return flash.FLASH_ATTN_KERNEL_FALLBACK.get(attn_implementation)
 
 
 def has_flash_package(attn_implementation: str | None) -> bool:
-    """Whether the package of flash_attention_2, _3 or _4 is installed; False of a kernel, which none has."""
-    known = flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX
-    versions = {f"flash_attention_{number}": each["general_availability_check"] for number, each in known.items()}
-    return attn_implementation in versions and versions[attn_implementation]()
+    """Whether the package of flash_attention_2, _3 or _4 is installed; False of anything else."""
+    for version, checks in flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX.items():
+        if attn_implementation == f"flash_attention_{version}":
+            return checks["general_availability_check"]()
+    return False
 
 
 def attention_name(attn_implementation: str | None) -> str | None:
     """What the model's config will say: the kernel's name where it replaces a package that is missing."""
-    kernel = None if has_flash_package(attn_implementation) else attention_kernel(attn_implementation)
-    return kernel or attn_implementation
+    if has_flash_package(attn_implementation):
+        return attn_implementation
+    return attention_kernel(attn_implementation) or attn_implementation
 
 
 def other_attention(model: PreTrainedModel, requested: str | None) -> str | None:
-    """The attention that the model has taken in place of what was requested; None where it is that."""
-    got = model.config._attn_implementation
-    return None if requested is None or got in (requested, attention_kernel(requested)) else got
+    """What the model has taken in place of what was requested; None where it is that."""
+    taken = model.config._attn_implementation
+    if requested is None or taken in (requested, attention_kernel(requested)):
+        return None
+    return taken
 
 
 def kernel_version(repository: str) -> str:
@@ -267,8 +285,10 @@ REFUSED = re.compile(r"[Uu]nsupported|WeightsUnpickler error")  # messages of to
 
 
 def load_without_code(path: Path) -> Any:
-    """What torch.save wrote, its tensors mapped into memory. Raises what torch.load raises; pickle.UnpicklingError for
-    whatever is neither data nor one of the known classes."""
+    """What torch.save wrote, its tensors mapped into memory.
+
+    Raises what torch.load raises: UnpicklingError for what is neither data nor of a known class.
+    """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -280,8 +300,14 @@ def load_without_code(path: Path) -> Any:
             raise pickle.UnpicklingError(f"getattr of {kind} is no data")
         return ZeroStageEnum[name]
 
-    of_deepspeed = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-    of_deepspeed += [(stage, f"{module}.getattr") for module in ("builtins", "__builtin__")]
+    of_deepspeed = [
+        DynamicLossScaler,
+        LossScaler,
+        ZeroStageEnum,
+        fragment_address,
+        (stage, "builtins.getattr"),
+        (stage, "__builtin__.getattr"),
+    ]
     with safe_globals(), torch.serialization.safe_globals(of_deepspeed):
         return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 

@@ -1,7 +1,7 @@
 """ZeRO-Infinity's disk: a folder is claimed for one run, and empty again after it.
 
-DeepSpeed 0.19.8 swaps to `nvme_path`/zero_stage_3, whoever else does (runtime/swap_tensor/): two runs on one path would
-overwrite each other's states silently, and what a run has swapped stays there when it ends.
+DeepSpeed 0.19.8 swaps to `nvme_path`/zero_stage_3, whoever else does (runtime/swap_tensor/).
+Two runs on one path would overwrite each other's states silently, and what a run has swapped stays there.
 """
 
 import shutil
@@ -21,41 +21,54 @@ SWAPPED = "zero_stage_3"  # DeepSpeed's folder below nvme_path
 
 
 def swap_folders(strategy: Strategy) -> list[Path]:
-    """The distinct nvme_path folders of a run; none where nothing is swapped."""
+    """None where nothing is swapped."""
     return sorted({Path(strategy.ds.offload_block(key)["nvme_path"]) for key in strategy.ds.on_nvme})
 
 
 @contextmanager
 def swap_space(strategy: Strategy) -> Iterator[None]:
-    """Claim the run's swap folders. Every rank enters (collective where there are any); the first process of each
-    machine holds the locks. Raises Refusal on all of them where another run holds a folder."""
+    """Claim the run's swap folders. Collective where there are any: every rank enters.
+
+    The first process of each machine holds the locks. Raises Refusal on all ranks where another run holds a folder.
+    """
     folders = swap_folders(strategy)
     with ExitStack() as claims:
+
+        def claim() -> None:
+            for folder in folders:
+                claims.enter_context(claimed(folder))
+
         if folders:
-            once_per_node(lambda: [claims.enter_context(claimed(folder)) for folder in folders])
+            once_per_node(claim)
         yield
 
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Lock `folder`. The swap files that a killed run has left there are deleted before, this run's own after; by the
-    process that holds the lock: another run's files have the same names, and may be there once it is free."""
+    """Lock `folder`. Swap files of a killed run are deleted first, this run's own last.
+
+    Both under the lock: another run's files have the same names.
+    """
+    swapped = folder / SWAPPED
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)  # ends with the process, however that ends
     try:
         lock.acquire()
     except Timeout:
         raise refusal("ZR622", folder=folder, lock=folder / LOCK, swapped=SWAPPED, scope="machine") from None
     try:
-        if (folder / SWAPPED).exists():
-            print(f"deleted: {folder / SWAPPED}, swap files of a killed run", flush=True)
-            shutil.rmtree(folder / SWAPPED)
+        if swapped.exists():
+            print(f"deleted: {swapped}, swap files of a killed run", flush=True)
+            shutil.rmtree(swapped)
         yield
     finally:
-        shutil.rmtree(folder / SWAPPED, ignore_errors=True)
+        shutil.rmtree(swapped, ignore_errors=True)
         lock.release()
 
 
 def swapped_bytes(strategy: Strategy) -> int:
     """Bytes of this rank's swap files."""
-    own = (path for folder in swap_folders(strategy) for path in (folder / SWAPPED).glob(f"*/rank{rank()}/*"))
-    return sum(path.stat().st_size for path in own)
+    size = 0
+    for folder in swap_folders(strategy):
+        for path in folder.glob(f"{SWAPPED}/*/rank{rank()}/*"):
+            size += path.stat().st_size
+    return size

@@ -1,10 +1,12 @@
-"""Patches for faults of the libraries that would change results. A test of each fails when it is no longer needed."""
+"""Patches for faults of the libraries that would change results.
+
+A test of each fails when it is no longer needed.
+"""
 
 import contextlib
 import functools
 import inspect
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
@@ -19,23 +21,26 @@ from zero_recipes.engine.deepspeed import is_partitioned, set_adam_step
 
 def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
     """What must be in place before DeepSpeed builds its engine. `ddp_timeout`: seconds."""
-    if strategy.is_deepspeed:
-        patch_timeouts(ddp_timeout)
-    if strategy.is_deepspeed and strategy.zero_stage == 3:
+    if not strategy.is_deepspeed:
+        return
+    patch_timeouts(ddp_timeout)
+    if strategy.zero_stage == 3:
         forget_releases_with_the_trace()
         keep_precision_of_new_adapters()
-    if strategy.is_deepspeed and strategy.ds_config.quantizes_gradients:
+    if strategy.ds.quantizes_gradients:
         patch_quantized_gradients()
 
 
 def fresh_adam_at_stage_0(optimizer) -> None:
-    """Undo the step that DeepSpeed's `optimizer` takes at stage 0 in bf16 or fp16 before training. Adam's step counters
-    go back to 0, the masters are copied from the weights again. Not for a resumed run: its checkpoint overwrote both.
+    """Undo the step that DeepSpeed takes at stage 0 in bf16 or fp16 before training.
 
-    Private: `refresh_fp32_params` (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py). To
-    allocate Adam's states `initialize_optimizer_states` calls `optimizer.step()` with zero gradients: the bias
-    correction is off in every later step, and weight decay has shrunk the fp32 masters once. Upstream:
-    deepspeedai/DeepSpeed#5104, the same at stages 1 to 3.
+    Adam's step counters go back to 0, the masters are copied from the weights again.
+    Not for a resumed run: its checkpoint overwrote both.
+
+    Private: `refresh_fp32_params` (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py).
+    `initialize_optimizer_states` calls `optimizer.step()` with zero gradients:
+    the bias correction is off in every later step, and weight decay has shrunk the fp32 masters once.
+    Upstream: deepspeedai/DeepSpeed#5104, the same at stages 1 to 3.
     """
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -48,10 +53,11 @@ def fresh_adam_at_stage_0(optimizer) -> None:
 def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
     """Put a checkpoint's weights into `model` as from_pretrained would, and all of them.
 
-    Private: `_load_from_checkpoint` and `_load_best_model` of the Trainer, which call this instead (transformers 5.23,
-    trainer.py). Theirs call `load_state_dict(state_dict, False)` with the names of the file. Where saving renames
-    (GPTNeoX: lm_head becomes embed_out), those weights are not loaded, with a warning only: a run resumed without
-    DeepSpeed goes on with a fresh LM head, a best model has the last one's. Upstream: huggingface/transformers#48822.
+    Private: `_load_from_checkpoint` and `_load_best_model` of the Trainer, which call this instead
+    (transformers 5.23, trainer.py). Theirs call `load_state_dict(state_dict, False)` with the names of the file.
+    Where saving renames (GPTNeoX: lm_head becomes embed_out), those weights are not loaded, with a warning only:
+    a resumed run goes on with a fresh LM head, a best model has the last one's.
+    Upstream: huggingface/transformers#48822.
     """
     whole = type(model).from_pretrained(checkpoint, dtype=model.dtype, local_files_only=True)
     with torch.no_grad():
@@ -61,45 +67,45 @@ def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
 def without_aliases(
     model: torch.nn.Module, state_dict: dict[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor] | None:
-    """A state dict of `model` that holds a tied weight once, under the name of the tensor that it is tied to.
+    """A state dict that holds a tied weight once, under the name of the tensor that it is tied to.
 
-    Weights that the model ties and that yet differ are kept.
+    Weights that are tied and yet differ are kept.
 
-    Private: `Trainer._save`, which calls this first (transformers 5.23, trainer.py). modeling_utils.py
-    `remove_tied_weights_from_state_dict` knows tied weights by their memory; what DeepSpeed (stages 0 to 2:
-    accelerate.get_state_dict copies) and FSDP2 gather are copies: a head that is the embedding is saved twice.
+    Private: `Trainer._save`, which calls this first (transformers 5.23, trainer.py).
+    modeling_utils.py `remove_tied_weights_from_state_dict` knows tied weights by their memory;
+    DeepSpeed (stages 0 to 2: accelerate.get_state_dict) and FSDP2 gather copies.
     Upstream: hiyouga/LLaMA-Factory#10560.
     """
     if not state_dict or not isinstance(model, PreTrainedModel):
         return state_dict
-    tied = model.all_tied_weights_keys.items()
-    both = {alias: source for alias, source in tied if alias in state_dict and source in state_dict}
-    twice = {alias for alias, source in both.items() if torch.equal(state_dict[alias], state_dict[source])}
-    return {name: tensor for name, tensor in state_dict.items() if name not in twice}
+    kept = dict(state_dict)
+    for alias, source in model.all_tied_weights_keys.items():
+        if alias in state_dict and source in state_dict and torch.equal(state_dict[alias], state_dict[source]):
+            del kept[alias]
+    return kept
 
 
 @contextlib.contextmanager
 def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Let what trains have the dtype after the loading of a checkpoint that it had before.
+    """What trains has the dtype after the loading of a checkpoint that it had before.
 
-    TRL 1.16, sft_trainer.py (`if _is_quantized_model`) makes QLoRA's adapter bf16; transformers 5.23, trainer.py
-    `_load_from_checkpoint` loads it by PEFT's load_adapter, in fp32 again: a run resumed without DeepSpeed differs.
+    TRL 1.16, sft_trainer.py (`if _is_quantized_model`) makes QLoRA's adapter bf16;
+    transformers 5.23, trainer.py `_load_from_checkpoint` loads it by PEFT's load_adapter, in fp32 again.
     """
     dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     yield
     for name, p in model.named_parameters():
-        if name in dtypes and p.dtype != dtypes[name]:
+        if name in dtypes:
             p.data = p.data.to(dtypes[name])
 
 
 def patch_timeouts(seconds: int) -> None:
     """Give the process groups that DeepSpeed makes the timeout of the run's own group.
 
-    Called again, it sets the time of the groups that are made from then on.
-
-    Private: `TorchBackend.new_group` (DeepSpeed 0.19.8, comm/torch.py). It passes no timeout on: torch then takes its
-    default, 10 minutes under NCCL. At every stage the engine makes a second group of all ranks (utils/groups.py
-    `_clone_world_group`), in which the others wait while one rank saves. Upstream: deepspeedai/DeepSpeed#7533.
+    Private: `TorchBackend.new_group` (DeepSpeed 0.19.8, comm/torch.py).
+    It passes no timeout on: torch then takes its default, 10 minutes under NCCL.
+    At every stage the engine makes a second group of all ranks (utils/groups.py `_clone_world_group`),
+    in which the others wait while one rank saves. Upstream: deepspeedai/DeepSpeed#7533.
     """
     from deepspeed.comm.torch import TorchBackend
 
@@ -115,8 +121,8 @@ def patch_timeouts(seconds: int) -> None:
 def keep_precision_of_new_adapters() -> None:
     """ZeRO stage 3: an adapter keeps the fp32 values that PEFT draws.
 
-    Private: `_get_base_layer_device_and_dtype` (PEFT 0.21, tuners/tuners_utils.py). PEFT casts a new adapter to the
-    base's dtype, 16 bits after zero.Init, and then to fp32 again.
+    Private: `_get_base_layer_device_and_dtype` (PEFT 0.21, tuners/tuners_utils.py).
+    PEFT casts a new adapter to the base's dtype, 16 bits after zero.Init, and then to fp32 again.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -124,23 +130,22 @@ def keep_precision_of_new_adapters() -> None:
     if hasattr(faulty, "unpatched"):
         return
 
-    def _get_base_layer_device_and_dtype(self, base_layer):
+    def device_and_dtype(self, base_layer):
         device, dtype = faulty(self, base_layer)
         return device, None if any(map(is_partitioned, base_layer.parameters())) else dtype
 
-    _get_base_layer_device_and_dtype.unpatched = faulty
-    BaseTunerLayer._get_base_layer_device_and_dtype = _get_base_layer_device_and_dtype
+    device_and_dtype.unpatched = faulty
+    BaseTunerLayer._get_base_layer_device_and_dtype = device_and_dtype
 
 
 def forget_releases_with_the_trace() -> None:
-    """ZeRO stage 3: what is released after a module follows from the order of modules that is in force. Called again,
-    it does nothing more.
+    """ZeRO stage 3: what is released after a module follows from the order of modules that is in force.
 
     Private: `_invalidate_trace` and `__params_to_release` (DeepSpeed 0.19.8,
     runtime/zero/partitioned_param_coordinator.py). The latter looks ahead in the recorded order for another use of a
-    parameter, and keeps its answers by module and number for good (lru_cache), also when the order is recorded anew.
-    Generation and evaluation have no backward pass: after samples before training, every training step released its
-    parameters in forward and gathered them again for backward, whatever stage3_max_reuse_distance says.
+    parameter, and keeps its answers for good (lru_cache), also when the order is recorded anew.
+    Generation has no backward pass: after samples before training, every step released its parameters in forward and
+    gathered them again for backward, whatever stage3_max_reuse_distance says.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
@@ -159,19 +164,20 @@ def forget_releases_with_the_trace() -> None:
 
 
 def patch_quantized_gradients() -> None:
-    """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel as fp16 in its range and in groups that it can quantize, and
-    make them their mean over all ranks. Called again, it does nothing more.
+    """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel as fp16 in its range, in groups that it can quantize.
 
-    Private: `all_to_all_quant_reduce` in stage 3 (DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py). It gives
-    gradients as they are to a kernel that reads fp16 whatever they are (ops/csrc/quantization/pt_binding.cpp,
-    ds_swizzle_quant: `(__half*)input_vals.data_ptr()`): the bits of bf16 and fp32 become other numbers. The kernel adds
-    up the devices of a node (quant_reduce.cu, `rop::Add`) and only the nodes are divided by, so that matrices'
-    gradients are as many times the mean as a node has devices, while vectors, which go through reduce-scatter, are the
-    mean. Of a shape it checks only that 2 x world divides its size: see `quantized_shape`.
+    They become their mean over all ranks.
+
+    Private: `all_to_all_quant_reduce` in stage 3 (DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py).
+    It gives gradients as they are to a kernel that reads fp16 whatever they are (ops/csrc/quantization/pt_binding.cpp,
+    ds_swizzle_quant: `(__half*)input_vals.data_ptr()`): the bits of bf16 and fp32 become other numbers.
+    The kernel adds up the devices of a node (quant_reduce.cu, `rop::Add`) and only the nodes are divided by:
+    matrices' gradients are as many times the mean as a node has devices. Vectors', by reduce-scatter, are the mean.
+    Of a shape it checks only that 2 x world divides its size: see `quantized_shape`.
 
     fp16 ends at 6e-8 and 65504, bf16's gradients do not: each tensor is scaled by a power of two, one for all ranks
-    since their values are added up, by the largest absolute value that any of them has (an all-reduce of one number a
-    tensor). Where that is infinite or NaN, the whole gradient is NaN on every rank: int4 has neither.
+    since their values are added up, by the largest absolute value that any of them has.
+    Where that is infinite or NaN, the whole gradient is NaN on every rank: int4 has neither.
     """
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
@@ -181,22 +187,35 @@ def patch_quantized_gradients() -> None:
     if hasattr(faulty, "unpatched"):
         return
 
-    def all_to_all_quant_reduce(tensors, groups):
-        shapes = {n: quantized_shape(tensor.shape, comm.get_world_size()) for n, tensor in enumerate(tensors)}
-        shapes = {n: shape for n, shape in shapes.items() if shape is not None}
-        given, scales = [tensor.view(-1) for tensor in tensors], {}  # vectors go through reduce-scatter, as they are
-        if not shapes:
-            return faulty(given, groups)
-        largest = torch.stack([torch.linalg.vector_norm(tensors[n], torch.inf).float() for n in shapes])
-        largest = largest.where(largest.isfinite(), torch.inf)  # a maximum over ranks may lose a NaN
+    def largest_on_any_rank(tensors):
+        """The largest absolute value of each tensor, infinite for NaN: a maximum over ranks may lose that."""
+        largest = torch.stack([torch.linalg.vector_norm(tensor, torch.inf).float() for tensor in tensors])
+        largest = largest.where(largest.isfinite(), torch.inf)
         comm.all_reduce(largest, op=comm.ReduceOp.MAX)
-        for n, most in zip(shapes, largest, strict=True):
-            scales[n] = scale_for_fp16(most, comm.get_world_size(), tensors[n].dtype)
-            given[n] = (tensors[n] * scales[n].to(tensors[n].dtype)).half().reshape(shapes[n])
+        return largest
+
+    def all_to_all_quant_reduce(tensors, groups):
+        world_size = comm.get_world_size()
+        given = []
+        quantized = []  # numbers of the tensors that the kernel takes
+        for number, tensor in enumerate(tensors):
+            shape = quantized_shape(tensor.shape, world_size)
+            if shape is not None:
+                quantized.append(number)
+            given.append(tensor.view(shape or -1))  # vectors go through reduce-scatter, as they are
+        if not quantized:
+            return faulty(given, groups)
+        to_mean = []  # factors
+        largest = largest_on_any_rank([given[number] for number in quantized])
+        for number, most in zip(quantized, largest, strict=True):
+            dtype = tensors[number].dtype
+            scale = scale_for_fp16(most, world_size, dtype)
+            given[number] = (given[number] * scale.to(dtype)).half()
+            factor = 1 / scale / get_accelerator().device_count()
+            to_mean.append(torch.where(most.isfinite(), factor, torch.nan))
         out = faulty(given, groups)
-        for n, most in zip(shapes, largest, strict=True):
-            unscale = torch.where(most.isfinite(), 1 / scales[n] / get_accelerator().device_count(), torch.nan)
-            out[n] = out[n].float().mul_(unscale).to(tensors[n].dtype)
+        for number, factor in zip(quantized, to_mean, strict=True):
+            out[number] = out[number].float().mul_(factor).to(tensors[number].dtype)
         return out
 
     all_to_all_quant_reduce.unpatched = faulty
@@ -210,9 +229,11 @@ LARGEST_GROUP = 40_960
 def quantized_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...] | None:
     """Rows and columns as which DeepSpeed's kernel can quantize a gradient of `shape`; None where it can not.
 
-    It makes max(rows, columns, world_size) groups. swizzled_quantize.cu leaves groups out where the ranks do not divide
-    their number, reads 8 values at once, and launches nothing for groups above LARGEST_GROUP. quant_reduce.cu takes
-    maxima over whole warps of 32 threads, of which groups of up to 128 values have 16. Offsets are 32-bit integers.
+    It makes max(rows, columns, world_size) groups.
+    swizzled_quantize.cu leaves groups out where the ranks do not divide their number, reads 8 values at once,
+    and launches nothing for groups above LARGEST_GROUP.
+    quant_reduce.cu takes maxima over whole warps of 32 threads, of which groups of up to 128 values have 16.
+    Offsets are 32-bit integers.
     """
     size = math.prod(shape)
     if len(shape) < 2 or size >= 2**31:
@@ -222,7 +243,9 @@ def quantized_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...] | 
     groups = max(*shape, world_size)
     if len(shape) > 2 or groups % world_size or size % (8 * groups):
         return None
-    return tuple(shape) if 128 < size // groups <= LARGEST_GROUP else None
+    if 128 < size // groups <= LARGEST_GROUP:
+        return tuple(shape)
+    return None
 
 
 def share_not_quantized(shapes: Iterable[Sequence[int]], strategy: Strategy, ranks_per_node: int) -> float | None:
@@ -230,28 +253,35 @@ def share_not_quantized(shapes: Iterable[Sequence[int]], strategy: Strategy, ran
     if not strategy.ds.quantizes_gradients:
         return None
     between_nodes = strategy.zero_stage == 3 and strategy.world_size > ranks_per_node
-    left = Counter()
+    elements = 0
+    left_out = 0
     for shape in shapes:
-        left[not between_nodes or quantized_shape(shape, strategy.world_size) is None] += math.prod(shape)
-    return left[True] / max(left.total(), 1)
+        size = math.prod(shape)
+        elements += size
+        if not between_nodes or quantized_shape(shape, strategy.world_size) is None:
+            left_out += size
+    return left_out / max(elements, 1)
 
 
 def scale_for_fp16(largest: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """The power of two, an fp32 scalar, with which `world_size` values of up to `largest` add up to at most 2^15, so
-    that their sum does not leave fp16. `dtype`: the values', which must hold the power; 1 for an infinite `largest`."""
+    """A power of two, an fp32 scalar: `world_size` values of up to `largest` times it add up to at most 2^15 in fp16.
+
+    `dtype`: the values', which must hold the power; 1 for an infinite `largest`.
+    """
     _, exponent = torch.frexp(largest)  # largest < 2^exponent
     bits = (world_size - 1).bit_length()
-    power = (15 - bits - exponent).clamp(-126, 15 if dtype == torch.float16 else 100)
+    most = 15 if dtype == torch.float16 else 100
+    power = (15 - bits - exponent).clamp(-126, most)
     return torch.exp2(torch.where(largest.isfinite(), power, 0).float())
 
 
 def keep_4bit_layout(model: torch.nn.Module) -> None:
     """Keep 4-bit layers in the layout that can be trained, on CPUs with AVX512-BF16 too.
 
-    Private: `support_avx512bf16_for_cpu` of Linear4bit (bitsandbytes 0.50.2, nn/modules.py). Its forward packs the
-    weights anew in the first forward pass in evaluation mode there, in place and for good; autograd/_functions.py
-    (matmul_4bit) then multiplies without autograd in training too. After samples or an evaluation no gradient would
-    pass a frozen layer: the adapters below it would learn from the residual alone, with no more than a warning.
+    Private: `support_avx512bf16_for_cpu` of Linear4bit (bitsandbytes 0.50.2, nn/modules.py).
+    Its first forward pass in evaluation mode packs the weights anew there, in place and for good;
+    autograd/_functions.py (matmul_4bit) then multiplies without autograd in training too.
+    After samples or an evaluation no gradient would pass a frozen layer, with no more than a warning.
     """
     from bitsandbytes.nn import Linear4bit
 
@@ -265,26 +295,29 @@ def score_supervised_positions_only(wanted: bool) -> None:
 
     For the whole process; the last call counts.
 
-    Private: `_use_triton` (TRL 1.16, trainer/utils.py `add_fused_lm_head`). TRL leaves those positions out where Triton
-    runs (GPUs) and scores all elsewhere: Neuron would compile anew for every number of them. CPUs compile nothing, yet
-    pay for each position twice, in forward and again in backward, which computes the logits anew.
+    Private: `_use_triton` (TRL 1.16, trainer/utils.py `add_fused_lm_head`).
+    TRL leaves those positions out where Triton runs (GPUs): Neuron would compile anew for every number of them.
+    CPUs compile nothing, yet pay for each position twice: backward computes the logits anew.
     """
     from trl.trainer import utils
 
     unpatched = getattr(utils._use_triton, "unpatched", utils._use_triton)
+    if not wanted:
+        utils._use_triton = unpatched
+        return
 
     def _use_triton(device):
         return device.type == "cpu" or unpatched(device)
 
     _use_triton.unpatched = unpatched
-    utils._use_triton = _use_triton if wanted else unpatched
+    utils._use_triton = _use_triton
 
 
 def attend_by_row(wanted: bool) -> None:
     """Have sdpa compute a pack row by row, or (`wanted` false) all of it under a mask, as transformers does.
 
-    For the whole process; the last call counts. torch's kernel for CPUs computes the scores that a mask hides, too: the
-    square of the pack and not of its rows. On GPUs flash attention does this (attn_implementation).
+    For the whole process; the last call counts.
+    torch's kernel for CPUs computes the scores that a mask hides, too: the square of the pack and not of its rows.
 
     Public: AttentionInterface; private: `sdpa_attention_forward` (transformers 5.23, integrations/sdpa_attention.py).
     """
@@ -292,15 +325,21 @@ def attend_by_row(wanted: bool) -> None:
 
 
 def _by_row(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **keywords):
-    lengths = None if attention_mask is None or query.device.type != "cpu" else _rows_of(attention_mask)
+    lengths = None
+    if attention_mask is not None and query.device.type == "cpu":
+        lengths = _rows_of(attention_mask)
     if lengths is None or keywords.get("position_bias") is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **keywords
         )
-    groups = query.shape[1] // key.shape[1]  # torch's own way for shared keys and values has no fast kernel on CPUs
-    tensors = query, repeat_kv(key, groups), repeat_kv(value, groups)
-    rows = zip(*(tensor.split(lengths, dim=2) for tensor in tensors), strict=True)
-    outputs = [attend(*row, dropout_p=dropout, scale=scaling, is_causal=True) for row in rows]
+    # torch's own way for shared keys and values has no fast kernel on CPUs
+    groups = query.shape[1] // key.shape[1]
+    queries = query.split(lengths, dim=2)
+    keys = repeat_kv(key, groups).split(lengths, dim=2)
+    values = repeat_kv(value, groups).split(lengths, dim=2)
+    outputs = []
+    for row in zip(queries, keys, values, strict=True):
+        outputs.append(attend(*row, dropout_p=dropout, scale=scaling, is_causal=True))
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -309,7 +348,10 @@ def _rows_of(mask: torch.Tensor) -> list[int] | None:
     if mask.dtype != torch.bool or mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3]:
         return None
     if not hasattr(mask, "rows_of_pack"):  # all layers have the same mask
-        row = torch.nn.functional.pad((~mask[0, 0].diagonal(-1)).cumsum(0), (1, 0))
+        begins = (~mask[0, 0].diagonal(-1)).cumsum(0)
+        row = torch.nn.functional.pad(begins, (1, 0))  # of each position, its row's number
         within = (row[:, None] == row).tril()
-        mask.rows_of_pack = row.bincount().tolist() if row[-1] and torch.equal(within, mask[0, 0]) else None
+        mask.rows_of_pack = None
+        if row[-1] and torch.equal(within, mask[0, 0]):
+            mask.rows_of_pack = row.bincount().tolist()
     return mask.rows_of_pack

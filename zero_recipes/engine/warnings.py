@@ -30,8 +30,11 @@ LEVELS = {
 
 
 def quieten() -> None:
-    """Drop the output above, and progress bars that nobody looks at. Bars move on a terminal alone, on the first rank;
-    without one the first process of each machine shows how far datasets is, every 10 s."""
+    """Drop the output above, and progress bars that nobody looks at.
+
+    Bars move on a terminal alone, on the first rank.
+    Without one the first process of each machine shows how far datasets is, every 10 s.
+    """
     quieten_loggers()
     for message, module in SUPPRESSED:
         warnings.filterwarnings("ignore", message=message, category=FutureWarning, module=module)

@@ -1,5 +1,4 @@
-"""What is read off optimizer steps: the largest model states, memory after each phase, seconds, tokens, model FLOPs;
-and the ranks' figures brought together."""
+"""What is read off optimizer steps: model states, seconds, tokens, FLOPs; and the ranks' figures brought together."""
 
 import statistics
 import time
@@ -25,15 +24,16 @@ class StateProbe:
     """Reads the model states at every point of one optimizer step at which they can be largest.
 
     Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
-    optimizer (DeepSpeed makes fp32 copies there), so both are read: after each parameter's gradient, and before each
-    call of the inner optimizer. `optimizer`: as accelerate has wrapped it; `record` is called as each phase ends.
+    optimizer (DeepSpeed makes fp32 copies there).
+    `optimizer`: as accelerate has wrapped it; `record` is called as each phase ends.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, strategy: Strategy, record: Callable[[str], None]):
-        self.model, self.record, self.strategy = model, record, strategy
+        self.model = model
+        self.record = record
+        self.strategy = strategy
         self.parameters = list(model.parameters())  # within a step FSDP2 puts gathered ones in their place
-        inner = optimizer.optimizer if strategy.is_deepspeed else optimizer
-        self.states_of = inner if strategy.is_deepspeed else base_optimizer(inner)
+        self.states_of = optimizer.optimizer if strategy.is_deepspeed else base_optimizer(optimizer)
         self.offload = (strategy.ds.offload_optimizer is not None, strategy.ds.offload_param is not None)
         self.largest: dict[str, int] = {}
         self.hooks: list = []
@@ -46,7 +46,7 @@ class StateProbe:
         self.hooks.append(base_optimizer(self.states_of).register_step_pre_hook(self._before_optimizer))
 
     def detach(self) -> dict[str, int]:
-        """End the step; the largest bytes of each part within it."""
+        """The largest bytes of each part within the step."""
         self.read()
         self.record("step")
         for hook in self.hooks:
@@ -55,7 +55,7 @@ class StateProbe:
         return self.largest
 
     def read(self) -> dict[str, int]:
-        """Read all parts now; the largest bytes of each so far."""
+        """The largest bytes of each part so far."""
         now = state_bytes(self.model, self.parameters, self.states_of, *self.offload)
         now["offloaded_disk"] = swapped_bytes(self.strategy)
         self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
@@ -74,8 +74,10 @@ class StateProbe:
 
 
 class StepClock:
-    """Durations of optimizer steps, data loading included, what the Trainer does between steps (logs, evaluation,
-    checkpoints) excluded. On CUDA by events, so that no step waits for the device."""
+    """Durations of optimizer steps with data loading, without logs, evaluation and checkpoints between them.
+
+    By events on CUDA: no step waits for the device.
+    """
 
     def __init__(self, device: str) -> None:
         self.on_cuda = device == "cuda"
@@ -83,7 +85,7 @@ class StepClock:
         self.steps: list[tuple] = []
 
     def open(self) -> None:
-        """The next step begins here. Called again, it moves the beginning."""
+        """Called again, it moves the beginning of the next step."""
         self.start_mark = self._mark()
 
     def close(self) -> None:
@@ -106,79 +108,112 @@ class StepClock:
 
 
 def steps_not_timed(total: int) -> int:
-    """How many of `total` optimizer steps are not timed: the first that compiles and allocates, and the second, which
-    the probe of the memory slows down; more of a longer run, at most half of it and five."""
+    """How many of `total` optimizer steps are not timed.
+
+    The first compiles and allocates, the probe of the memory slows down the second.
+    More of a longer run, at most half of it.
+    """
     return min(total, max(2, min(MOST_WARMUP_STEPS, total // 2)))
 
 
 class UsedFlops:
-    """Of one run, on every rank. `peak`: dense FLOP/s of its card in its precision; None of CPUs and unknown cards."""
+    """Of one run, on every rank."""
 
     def __init__(self, identity: schema.RunIdentity):
-        tf32 = identity.precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        self.peak = peak_flops_of(identity.device, "tf32" if tf32 else identity.precision)
+        precision = identity.precision
+        if precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            precision = "tf32"
+        self.peak = peak_flops_of(identity.device, precision)  # dense; None of CPUs and unknown cards
         self.model: ModelFlops | None = None
         self.logged: torch.Tensor | int = 0  # what this rank had counted at the last log
         self.logged_steps = 0
 
     def count(self, model: torch.nn.Module) -> None:
-        """Look at the model as it is trained, with its adapter. Where its config does not say how wide attention is,
-        there are no FLOPs and no MFU, and a line in the log that says so."""
+        """Look at the model as it is trained, with its adapter.
+
+        Where its config does not say how wide attention is, there are no FLOPs and no MFU, and a line that says so.
+        """
         try:
             self.model = model_flops(model, whole_shape)
         except (AttributeError, TypeError, ZeroDivisionError) as error:  # a config of the model's own making
             say(f"model FLOPs   not counted, no MFU: {error}")
 
     def counted(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None) -> torch.Tensor:
-        """All tokens of a micro batch, those without padding, those with a loss, then `squares`; on its device."""
+        """All tokens of a micro batch, those without padding, those with a loss, then `squares`; on its device.
+
+        `repeated`: the places of rows that fill up the last batch, which do not count.
+        """
         ids = inputs["input_ids"]
-        shared = "shift_labels" in inputs  # this process's part of each row (Ulysses)
-        labels = inputs.get("labels", torch.full_like(ids, -100))
-        supervised = inputs["shift_labels"] if shared else labels[..., 1:]
-        first = torch.ones_like(ids, dtype=torch.bool) if repeated is None else ~repeated
-        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-        non_padding = first if mask is None else first & (mask != 0)
-        if mask is None and positions is not None and not shared:
-            # rows in one line; TRL's collator fills it up to pad_to_multiple_of with tokens at position 0, so that a
-            # row of a single token at its very end is not counted either
-            non_padding = non_padding & (positions.flip(-1).cumsum(-1) > 0).flip(-1)
+        if "shift_labels" in inputs:  # this process's part of each row (Ulysses)
+            supervised = inputs["shift_labels"]
+        else:
+            supervised = inputs.get("labels", torch.full_like(ids, -100))[..., 1:]
+        counts = torch.ones_like(ids, dtype=torch.bool)
+        if repeated is not None:
+            counts = ~repeated
+        non_padding = counts & _holds_token(inputs)
         squares = self.squares(inputs, non_padding)
-        return torch.stack([first.sum(), non_padding.sum(), (supervised != -100).sum(), *squares])
+        return torch.stack([counts.sum(), non_padding.sum(), (supervised != -100).sum(), *squares])
 
     def squares(self, inputs: dict[str, torch.Tensor], non_padding: torch.Tensor) -> list[torch.Tensor]:
         """metrics/flops.py `squares`, summed over the rows of a micro batch, for each window; on its device.
 
-        `non_padding`: which places hold a token, of the shape of input_ids. Rows joined in one line (packed or
-        padding-free), or in several processes (Ulysses), are distinguished by position_ids: n odd numbers add up to n².
+        Rows joined in one line (packed or padding-free), or in several processes (Ulysses), are told apart by
+        position_ids: n odd numbers add up to n².
         """
-        windows = () if self.model is None else tuple(self.model.attention)
+        if self.model is None:
+            return []
         positions = inputs.get("position_ids")
         if positions is None:
             lengths = non_padding.sum(-1)
-            seen = [lengths if window is None else lengths.clamp(max=window) for window in windows]
-            return [(short * (2 * lengths - short)).sum() for short in seen]
-        odd = (2 * positions + 1) * non_padding
-        return [(odd if window is None else odd.clamp(max=2 * window)).sum() for window in windows]
+        else:
+            odd = (2 * positions + 1) * non_padding
+        found = []
+        for window in self.model.attention:
+            if positions is None:
+                seen = lengths if window is None else lengths.clamp(max=window)
+                summands = seen * (2 * lengths - seen)
+            else:
+                summands = odd if window is None else odd.clamp(max=2 * window)
+            found.append(summands.sum())
+        return found
 
     def of(self, counted: torch.Tensor | None) -> float:
-        """FLOPs of what StageMetricsCallback has counted; 0 where the model's are not known."""
+        """Their FLOPs; 0 where the model's are not known."""
         if self.model is None or counted is None:
             return 0.0
         _, tokens, _, *squares = counted.tolist()
         return self.model.of_step(tokens, squares)
 
     def since_last_log(self, counted: torch.Tensor, steps: StepClock, world_size: int) -> dict[str, float]:
-        """Tokens per second without padding, of all ranks, and MFU where the peak is known; for the progress line.
-        `counted`: by all ranks since the last log."""
-        seconds, tokens = sum(steps.seconds(self.logged_steps)), int(counted[1])
+        """Tokens per second and MFU for the progress line. `counted`: by all ranks since the last log."""
+        seconds = sum(steps.seconds(self.logged_steps))
+        tokens = int(counted[1])
         self.logged_steps = len(steps.steps)
-        used = utilisation(self.of(counted), tokens, seconds, world_size, self.peak)
-        rate = {"tokens_per_second": round(tokens / seconds)} if seconds else {}  # a float is printed as 1.15e+04
-        return rate | ({"mfu": used["mfu"]} if used.get("mfu") else {})
+        rates = {}
+        if seconds:
+            rates["tokens_per_second"] = round(tokens / seconds)  # a float is printed as 1.15e+04
+        mfu = utilisation(self.of(counted), tokens, seconds, world_size, self.peak).get("mfu")
+        if mfu:
+            rates["mfu"] = mfu
+        return rates
+
+
+def _holds_token(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which places of a micro batch are no padding, of the shape of input_ids."""
+    mask = inputs.get("attention_mask")
+    if mask is not None:
+        return mask != 0
+    positions = inputs.get("position_ids")
+    if positions is None or "shift_labels" in inputs:
+        return torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+    # rows in one line; TRL's collator fills it up to pad_to_multiple_of with tokens at position 0,
+    # so that a row of a single token at its very end is not counted either
+    return (positions.flip(-1).cumsum(-1) > 0).flip(-1)
 
 
 def utilisation(flops: float, tokens: int, seconds: float, ranks: int, peak: float | None) -> dict[str, float | None]:
-    """The fields of Measurements. `flops`, `tokens` (without padding): of all ranks in `seconds`; `peak`: of one."""
+    """`flops`, `tokens` (without padding): of all ranks in `seconds`; `peak`: of one."""
     if not flops or not tokens or not seconds:
         return {}
     each = flops / seconds / ranks
@@ -194,7 +229,7 @@ def utilisation(flops: float, tokens: int, seconds: float, ranks: int, peak: flo
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank's share of the figures."""
+    """One rank's share."""
 
     peak: schema.PeakMemory
     states: schema.ModelStateBytes
@@ -205,7 +240,7 @@ class RankFigures:
 
 
 class History(schema.Part):
-    """What a checkpoint carries of the measurements, for the run that goes on from it; all of it may be missing."""
+    """What a checkpoint carries for the run that goes on from it; all of it may be missing."""
 
     summary: schema.Measurements = schema.Measurements()
     grad_norm_history: list[schema.Number] = Field([])
@@ -218,44 +253,60 @@ class History(schema.Part):
 def summarise(
     ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: int, peak_flops: float | None = None, **more: Any
 ) -> schema.Measurements:
-    """The figures of all ranks over at least one step. `seconds`: of each step; `warmup`: how many are not timed;
-    `peak_flops`: FLOP/s of a card, None where it is not known; `more`: what rank 0 alone knows (fields of
-    Measurements). Where none is timed, times and rates are null."""
+    """All ranks', over at least one step.
+
+    `seconds`: of each step; `warmup`: how many are not timed. Where none is timed, times and rates are null.
+    `peak_flops`: FLOP/s of a card; `more`: fields of Measurements that rank 0 alone knows.
+    """
     timed = seconds[warmup:]
-    speed = _sums([rank.timed_tokens for rank in ranks])
-    flops = sum(rank.timed_flops for rank in ranks)
-    used = utilisation(flops, speed.non_padding, sum(timed), len(ranks), peak_flops) if timed else {}
-    rates = {kind: None if count is None or not timed else count / sum(timed) for kind, count in speed}
-    losses = [rank.losses for rank in ranks]
+    rates: dict[str, Any] = {"tokens_per_second": None}
+    if timed:
+        rates = _rates(ranks, sum(timed), peak_flops)
     return schema.Measurements(
         peak_memory_bytes=[rank.peak for rank in ranks],
         model_state_bytes=[rank.states for rank in ranks],
         tokens=_sums([rank.tokens for rank in ranks]),
-        tokens_per_second=schema.Tokens(**rates) if timed else None,
         step_seconds=schema.StepSeconds(
             median=statistics.median(timed) if timed else None,
             p90=percentile_90(timed),
             warmup_steps_excluded=warmup,
         ),
-        **used,
-        loss_history=None if None in losses else [sum(step) / len(ranks) for step in zip(*losses, strict=True)],
+        loss_history=_mean_losses([rank.losses for rank in ranks]),
+        **rates,
         **more,
     )
 
 
+def _rates(ranks: Sequence[RankFigures], seconds: float, peak_flops: float | None) -> dict[str, Any]:
+    tokens = _sums([rank.timed_tokens for rank in ranks])
+    per_second = {kind: None if count is None else count / seconds for kind, count in tokens}
+    flops = sum(rank.timed_flops for rank in ranks)
+    used = utilisation(flops, tokens.non_padding, seconds, len(ranks), peak_flops)
+    return {"tokens_per_second": schema.Tokens(**per_second), **used}
+
+
+def _mean_losses(losses: Sequence[list[float] | None]) -> list[float] | None:
+    """Of each step over the ranks; None where one of them does not know its own."""
+    if None in losses:
+        return None
+    return [sum(step) / len(step) for step in zip(*losses, strict=True)]
+
+
 def percentile_90(seconds: Sequence[float]) -> float | None:
+    """None without steps; "inclusive": the slowest is the 100th percentile."""
     if len(seconds) < 2:
         return max(seconds, default=None)
     return statistics.quantiles(seconds, n=10, method="inclusive")[-1]
 
 
 def continued(earlier: schema.Measurements, now: schema.Measurements) -> schema.Measurements:
-    """The figures of a resumed run: losses and tokens of the whole run, everything else of the last process."""
+    """Losses and tokens of the whole run, everything else of the last process."""
     if earlier.tokens is None:
         return now
-    losses = [*(earlier.loss_history or []), *now.loss_history]
-    tokens = _sums([list(dict(each.tokens).values()) for each in (earlier, now)])
-    more = {"loss_history": losses, "tokens": tokens}
+    more = {
+        "loss_history": [*(earlier.loss_history or []), *now.loss_history],
+        "tokens": _sums([list(dict(each.tokens).values()) for each in (earlier, now)]),
+    }
     if now.skipped_steps is not None:
         more["skipped_steps"] = (earlier.skipped_steps or 0) + now.skipped_steps
     return now.model_copy(update=more)
@@ -263,5 +314,7 @@ def continued(earlier: schema.Measurements, now: schema.Measurements) -> schema.
 
 def _sums(counts: Sequence[Sequence[int | None]]) -> schema.Tokens:
     """Of each kind; None where one of them is not known."""
-    sums = [None if None in column else sum(column) for column in zip(*counts, strict=True)]
-    return schema.Tokens(**dict(zip(schema.Tokens.model_fields, sums, strict=True)))
+    sums = {}
+    for kind, *column in zip(schema.Tokens.model_fields, *counts, strict=True):
+        sums[kind] = None if None in column else sum(column)
+    return schema.Tokens(**sums)

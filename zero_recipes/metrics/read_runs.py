@@ -1,4 +1,4 @@
-"""Folders of runs: every metrics.json with the samples.jsonl beside it, and what sweep.json says of them."""
+"""Folders of runs: metrics.json, samples.jsonl and sweep.json."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,29 +14,34 @@ SWEEP_FILE = "sweep.json"
 
 
 class SampleRow(schema.Part):
-    """One line of samples.jsonl: a prompt, the answers before and after training, and their scores by metric. In that
-    of `zero-recipes ask`, before is the base and after the model."""
+    """One line of samples.jsonl. In that of `zero-recipes ask`, before is the base and after the model."""
 
     prompt: str  # as the model got it, the template included
     before: str | None = None  # None where the base gave no answer
     after: str | None = None
     reference: str | None = None  # the answer in the data
     # by metric: exact_match, token_f1 (0 to 1) and reference_loss (nats/token, over the reference's tokens as training
-    # has them; null where max_length leaves none or is not finite); of `zero-recipes ask` also rouge1, rouge2, rougeL
-    # (0 to 1) and perplexity (exp of the loss); empty without a reference
+    # has them; null where max_length leaves none or is not finite);
+    # of `zero-recipes ask` also rouge1, rouge2, rougeL (0 to 1) and perplexity; empty without a reference
     scores_before: dict[str, float | None]
     scores_after: dict[str, float | None] = Field({})
 
 
 def mean_scores(samples: Sequence[SampleRow]) -> dict[str, tuple[float | None, float, int]]:
     """{metric: (mean before, mean after, rows)}, of the rows scored both times; before is None without a base."""
-    has_base, means = any(sample.before is not None for sample in samples), {}
-    for name in dict.fromkeys(name for sample in samples for name in sample.scores_after):
-        pairs = [(sample.scores_before.get(name), sample.scores_after.get(name)) for sample in samples]
-        scored = [(b, a) for b, a in pairs if a is not None and (b is not None or not has_base)]
-        if scored:
-            before = fmean(b for b, _ in scored) if has_base else None
-            means[name] = before, fmean(a for _, a in scored), len(scored)
+    has_base = any(sample.before is not None for sample in samples)
+    scored: dict[str, list] = {}
+    for sample in samples:
+        for name, after in sample.scores_after.items():
+            pairs = scored.setdefault(name, [])
+            before = sample.scores_before.get(name)
+            if after is not None and (before is not None or not has_base):
+                pairs.append((before, after))
+    means = {}
+    for name, pairs in scored.items():
+        if pairs:
+            before = fmean(b for b, _ in pairs) if has_base else None
+            means[name] = before, fmean(a for _, a in pairs), len(pairs)
     return means
 
 
@@ -47,11 +52,13 @@ def question(prompt: str) -> str:
 
 
 def short(text: str | None, most: int = 220) -> str:
-    return "" if text is None else text if len(text) <= most else "... " + text[-most:]
+    """Its end, of at most so many characters."""
+    text = text or ""
+    return text if len(text) <= most else "... " + text[-most:]
 
 
 class MeasuredRun(schema.Metrics):
-    """One metrics.json together with its folder and its samples."""
+    """One metrics.json with its folder and its samples."""
 
     folder: Path = Path()
     samples: list[SampleRow] = Field([])
@@ -59,34 +66,33 @@ class MeasuredRun(schema.Metrics):
 
     @property
     def compared(self) -> bool:
-        """True for a row of the sweep, whose folder carries the strategy's name."""
+        """Whether its folder carries the strategy's name."""
         return self.folder.name == self.strategy
 
     @property
     def label(self) -> str:
-        """How plots and tables call this run."""
+        """Its name in plots and tables."""
         return self.strategy if self.compared else self.folder.name
 
 
 class SweptRun(schema.Part):
-    """One run of a sweep."""
-
     folder: str  # its name, below the sweep's
     strategy: str  # the accelerate file that it was launched with, without .yaml
     values: dict[str, Any]  # by key, in the order of the command line: what the sweep set
 
 
 class SweepFile(schema.Part):
-    """All runs of a folder whose values a sweep set, in the order in which they were to run."""
+    """In the order in which they were to run."""
 
     schema_version: Literal[1] = Field(alias="schema")
     runs: list[SweptRun]  # those of earlier sweeps into the same folder among them
 
 
 def draw_losses(axes: Any, run: schema.Metrics) -> None:
-    """Losses of training and evaluation over the steps, on axes of matplotlib."""
-    few, evaluated = len(run.losses) < 20, {entry.step: entry.loss for entry in run.eval_history or []}
-    axes.plot([*run.losses], [*run.losses.values()], color="#33608c", lw=1.2, marker="." * few, label="training")
+    """`axes`: matplotlib's."""
+    marker = "." if len(run.losses) < 20 else ""
+    axes.plot([*run.losses], [*run.losses.values()], color="#33608c", lw=1.2, marker=marker, label="training")
+    evaluated = {entry.step: entry.loss for entry in run.eval_history or []}
     if evaluated:
         axes.plot([*evaluated], [*evaluated.values()], color="#cc4b58", lw=1.6, marker="o", ms=5, label="evaluation")
     axes.set(xlabel="optimizer step", ylabel="loss")
@@ -95,38 +101,51 @@ def draw_losses(axes: Any, run: schema.Metrics) -> None:
 
 
 def read_runs(folder: Path) -> list[MeasuredRun]:
-    """Every run in `folder` and one level below: ddp and zero0 to zero3 first, then the others by name, at last those
-    of a sweep of values in its order. What `--overwrite true` has kept is left out. Raises ContractError, which names
-    the file, for one that cannot be read, and where there is none."""
+    """Every run in `folder` and one level below.
+
+    ddp and zero0 to zero3 first, then the others by name, at last those of a sweep of values in its order.
+    What `--overwrite true` has kept is left out.
+    Raises ContractError, also where there is none.
+    """
     folder = Path(folder).resolve()  # "." has no name of its own, and names decide what is compared
     swept = {folder / run.folder: run.values for run in read_sweep_file(folder).runs}
     below = [file for file in sorted(folder.glob(f"*/{schema.FILE}")) if file.parent.suffix != ".previous"]
     runs = []
-    for file in (file for file in (folder / schema.FILE, *below) if file.exists()):
-        samples = read_samples(file.with_name("samples.jsonl"))
-        found = {"folder": file.parent, "samples": samples, "swept": swept.get(file.parent)}
-        runs.append(schema.read_part(MeasuredRun, file).model_copy(update=found))
+    for file in (folder / schema.FILE, *below):
+        if file.exists():
+            samples = read_samples(file.with_name("samples.jsonl"))
+            about = {"folder": file.parent, "samples": samples, "swept": swept.get(file.parent)}
+            runs.append(schema.read_part(MeasuredRun, file).model_copy(update=about))
     if not runs:
         raise schema.ContractError(f"no {schema.FILE} in {folder} or one level below it")
-    listed, names = list(swept), list(schema.ORDER)
+    of_sweep = list(swept)
 
     def place(run: MeasuredRun) -> tuple[int, int, str]:
-        number = names.index(run.strategy) if run.compared and run.strategy in names else len(names)
-        return listed.index(run.folder) if run.folder in swept else -1, number, run.folder.name
+        in_sweep = of_sweep.index(run.folder) if run.folder in swept else -1
+        in_order = len(schema.ORDER)
+        if run.compared and run.strategy in schema.ORDER:
+            in_order = schema.ORDER.index(run.strategy)
+        return in_sweep, in_order, run.folder.name
 
     return sorted(runs, key=place)
 
 
 def read_samples(file: Path) -> list[SampleRow]:
-    """One SampleRow per line; an absent file means that no prompts were sampled."""
-    lines = file.read_bytes().splitlines() if file.exists() else []
-    return [schema.parse_part(SampleRow, line, f"{file} line {number}") for number, line in enumerate(lines, start=1)]
+    """None of an absent file: no prompts were sampled."""
+    if not file.exists():
+        return []
+    rows = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        rows.append(schema.parse_part(SampleRow, line, f"{file} line {number}"))
+    return rows
 
 
 def read_sweep_file(folder: Path) -> SweepFile:
-    """The sweep.json of a folder, without runs where there is none. Raises ContractError, which names the file."""
+    """Without runs where there is none. Raises ContractError."""
     path = folder / SWEEP_FILE
-    return schema.read_part(SweepFile, path) if path.exists() else SweepFile(schema=1, runs=[])
+    if path.exists():
+        return schema.read_part(SweepFile, path)
+    return SweepFile(schema=1, runs=[])
 
 
 def add_to_sweep_file(folder: Path, added: list[SweptRun]) -> None:
