@@ -26,18 +26,26 @@ VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yel
 
 
 def write_report(folder: Path, console: Console | None = None) -> Path:
-    """Write report.html, report.json and the pictures into `folder`, print the tables and judgements.
-    Returns the path of the page. Raises Refusal where a metrics.json cannot be read, or there is none."""
+    """Write report.html, report.json and the pictures into `folder`; print the tables and judgements.
+
+    Returns the path of the page. Raises Refusal where a metrics.json cannot be read, or there is none.
+    """
     try:
         runs = read_runs(folder)
     except ContractError as error:
         raise refusal("ZR560", folder=folder, error=str(error)) from error
     judgements = judge_runs(runs)
     pictures = plots.draw_comparison(runs, folder)
+    reference = read.baseline(runs)
+    content = {
+        "schema": 1,
+        "baseline": reference and reference.label,
+        "rows": read.table_rows(runs),
+        "bottom_line": bottom_line(runs),
+        "judgements": [judgement._asdict() for judgement in judgements],
+    }
+    write_json(folder / "report.json", content)
     page = folder / "report.html"
-    reference, answers = read.baseline(runs), [judgement._asdict() for judgement in judgements]
-    found = {"schema": 1, "baseline": reference and reference.label, "rows": read.table_rows(runs)}
-    write_json(folder / "report.json", found | {"bottom_line": bottom_line(runs), "judgements": answers})
     page.write_text(render_page(runs, judgements, pictures), encoding="utf-8", errors="replace")
     _print(runs, judgements, console or terminal())
     return page
@@ -45,14 +53,15 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
 
 def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console: Console) -> None:
     console.print(plain(bottom_line(runs), style="bold"))
-    for shown in read.tables(runs):
-        console.print(plain(f"\n{shown.title}", style="bold"))
-        print_columns(shown.named, shown.measured, shown.rows, console)
+    for table in read.tables(runs):
+        console.print(plain(f"\n{table.title}", style="bold"))
+        print_columns(table.named, table.measured, table.rows, console)
     for line in read.notes(runs):
         console.print(plain(line, style="dim"))
     for judgement in judgements:
         console.print()
-        console.print(plain(judgement.verdict, VERDICT_STYLE[judgement.verdict]), judgement.question, sep="  ")
+        verdict = plain(judgement.verdict, VERDICT_STYLE[judgement.verdict])
+        console.print(verdict, judgement.question, sep="  ")
         console.print(plain(judgement.measured))
     for run in runs:
         if run.status != "ok":
@@ -61,33 +70,59 @@ def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console
 
 def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> str:
     """The whole page as text. `pictures`: of the comparison, by name. A single run has its own loss.png."""
-    loader, blocks = FileSystemLoader(Path(__file__).parent), {"trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
-    in_base64 = lambda path: base64.b64encode(path.read_bytes()).decode()  # noqa: E731
-    environment.filters |= {"size": units.size, "fixed": units.fixed, "base64": in_base64, "question": question}
-    compared, answered, swept = read.comparison(runs), sampled_run(runs), map(read.sweep_table, read.sweeps(runs))
+    compared = read.comparison(runs)
+    comparison = []
+    if compared:
+        comparison = _halves(read.runs_table(compared))
+    sweeps = []
+    for swept in read.sweeps(runs):
+        table = read.sweep_table(swept)
+        sweeps.append((table, _grid(table.named + table.measured, table.rows)))
+    singles = []
+    for run in read.single_runs(runs):
+        singles.append((run, _halves(read.runs_table([run])), run.folder / PICTURE))
+    answered = sampled_run(runs)
+    means = {}
+    if answered:
+        means = mean_scores(answered.samples)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"size": units.size, "fixed": units.fixed, "base64": _in_base64, "question": question}
     return environment.get_template("page.html.j2").render(
         setting=read.setting(compared or runs),
         written=date.today().isoformat(),
         bottom_line=bottom_line(runs),
         judgements=judgements,
-        comparison=_grids(read.runs_table(compared)) if compared else [],
+        comparison=comparison,
         notes=read.notes(runs),
-        sweeps=[(shown, _grid(shown.named + shown.measured, shown.rows)) for shown in swept],
+        sweeps=sweeps,
         pictures=pictures,
-        singles=[(run, _grids(read.runs_table([run])), run.folder / PICTURE) for run in read.single_runs(runs)],
+        singles=singles,
         failures=[run for run in runs if run.status != "ok"],
         answered=answered,
-        means=mean_scores(answered.samples) if answered else {},
+        means=means,
     )
 
 
-def _grids(shown: read.Table) -> list[dict[str, Any]]:
+def _in_base64(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+def _halves(table: read.Table) -> list[dict[str, Any]]:
     """One table on memory and one on speed and loss: together they are too wide for a page."""
-    parts = [part for part in (shown.memory, shown.speed) if part] or [[]]
-    return [_grid(shown.named + part, shown.rows) for part in parts]
+    if not table.measured:
+        return [_grid(table.named, table.rows)]
+    return [_grid(table.named + part, table.rows) for part in (table.memory, table.speed) if part]
 
 
-def _grid(columns: Sequence[Column], chosen: Sequence[Any]) -> dict[str, Any]:
+def _grid(columns: Sequence[Column], rows: Sequence[Any]) -> dict[str, Any]:
     headers = [column.header.replace("\n", " ") for column in columns]
-    return {"headers": headers, "rows": [[column.cell(row) for column in columns] for row in chosen]}
+    cells = []
+    for row in rows:
+        cells.append([column.cell(row) for column in columns])
+    return {"headers": headers, "rows": cells}
