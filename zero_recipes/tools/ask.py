@@ -42,12 +42,12 @@ ONE_PROCESS = {
 }
 
 
-def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """The verb. Returns the exit code; raises Refusal before any weight is loaded."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     device = choose_device(use_cpu=False)
-    target = find_target(arguments.model, arguments.base, overrides, arguments.trust_remote_code)
+    target = find_target(arguments.model, arguments.base, arguments.overrides, arguments.trust_remote_code)
     tokenizer = load_tokenizer(target)
     samples = read_questions(target, tokenizer)
     written = _output_dir(arguments.output_dir, target) / SAMPLES
@@ -116,16 +116,14 @@ class Target:
 def find_target(folder: Path, base: str | None, overrides: list[str], trust_remote_code: bool = False) -> Target:
     """The model in `folder`, whole, with its run's recipe where it has one. No weight is read. Raises Refusal.
 
-    `base`: of the command line, `none` for no base. `overrides`: recipe keys of the command line.
+    `base` and `overrides`: of the command line.
     Code that a model brings runs only where `trust_remote_code` says so, whatever the recipe says.
     """
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    weights = [SINGLE, INDEX]
-    if is_adapter:
-        weights = [ADAPTER]
+    weights = [ADAPTER] if is_adapter else [SINGLE, INDEX]
     if not any((folder / name).is_file() for name in weights):
         raise refusal("ZR784", folder=folder, weights=" nor ".join(weights), cwd=Path.cwd())
-    recipe, is_ours = _recipe_of(folder, overrides)
+    recipe, is_ours = _recipe_of(folder, overrides, is_adapter)
     settings = recipe.settings.replace(**ONE_PROCESS, trust_remote_code=trust_remote_code)
     name = base
     if base == NO_BASE:
@@ -148,7 +146,7 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
     )
 
 
-def _recipe_of(folder: Path, overrides: list[str]) -> tuple[Recipe, bool]:
+def _recipe_of(folder: Path, overrides: list[str], is_adapter: bool) -> tuple[Recipe, bool]:
     """(the recipe, whether it is the run's own). What its `env:` sets is not kept: the file may be a stranger's."""
     path = folder / RECIPE
     whole = folder.resolve()
@@ -157,10 +155,8 @@ def _recipe_of(folder: Path, overrides: list[str]) -> tuple[Recipe, bool]:
     if path.is_file():
         with environment_kept():
             return recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides), True
-    known = folder / ADAPTER_CONFIG
-    if not known.is_file():
-        known = folder / "config.json"
-    return recipes.parse_recipe(known, {"model_name_or_path": str(folder)}, overrides), False
+    known = ADAPTER_CONFIG if is_adapter else "config.json"
+    return recipes.parse_recipe(folder / known, {"model_name_or_path": str(folder)}, overrides), False
 
 
 def _saved_dtype(folder: Path, trust_remote_code: bool) -> str:
@@ -202,18 +198,13 @@ def _read_tokenizer(place: str, target: Target) -> PreTrainedTokenizerBase:
 def load(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, of_base: bool = False) -> PreTrainedModel:
     """The model, an adapter on its base; `of_base`: the base of another, with a row for each of the model's tokens."""
     settings = target.settings
-    name = str(target.folder)
-    if of_base or target.is_adapter:
-        name = target.base
-    revision = "main"
-    if name == settings.model_name_or_path:
-        revision = settings.model_revision
+    name = target.base if of_base or target.is_adapter else str(target.folder)
     keywords = dict(settings.model_init_kwargs or {})
     for key in ("dtype", "torch_dtype", "device_map", "quantization_config"):
         keywords.pop(key, None)
     settings = settings.replace(
         model_name_or_path=name,
-        model_revision=revision,
+        model_revision=settings.model_revision if name == settings.model_name_or_path else "main",
         dtype=target.dtype,
         model_init_kwargs=keywords or None,
         random_weights=target.draws_base and name == target.base,
@@ -274,9 +265,7 @@ def _answers(
     device = model.device
     most = target.settings.sample_max_new_tokens
     batch = target.settings.per_device_eval_batch_size
-    autocast = nullcontext()
-    if target.autocast:
-        autocast = torch.autocast(device.type, getattr(torch, target.autocast))
+    autocast = torch.autocast(device.type, getattr(torch, target.autocast)) if target.autocast else nullcontext()
     answers = sampling.Answers([], [])
     with autocast:
         for start in range(0, len(samples), batch):

@@ -20,7 +20,7 @@ def check(arguments: argparse.Namespace) -> int:
     """The verb. Returns the exit code."""
     with working("importing the libraries"):
         from zero_recipes.checks import predicted
-        from zero_recipes.checks.preflight import preflight
+        from zero_recipes.checks.preflight import preflight, resolved_ds_config
         from zero_recipes.config.accelerate import file_findings, file_named, launched_as_named, launched_environment
 
     quieten()
@@ -37,9 +37,7 @@ def check(arguments: argparse.Namespace) -> int:
         environment = launched_as_named(mapping)
     else:
         environment = launched_environment(launch_file, arguments.num_processes)
-    gpu = None
-    if arguments.gpu:
-        gpu = gpu_named(arguments.gpu, gpus())
+    gpu = gpu_named(arguments.gpu, gpus()) if arguments.gpu else None
     with working(f"checking {arguments.recipe}"):
         run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True, gpu=gpu)
         if run is not None:
@@ -60,7 +58,11 @@ def check(arguments: argparse.Namespace) -> int:
     if findings:
         print(shown(findings, arguments.traceback))
     if run is not None:
-        _describe(run, environment, with_gradients=not (errors or leaves_code_out), with_ds_config=arguments.show)
+        print(*run.strategy.described(run.device, run.settings), sep="\n")
+        if run.strategy.ds.quantizes_gradients and not (errors or leaves_code_out):
+            print(gradients_described(run, environment))
+        if arguments.show:
+            print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if not errors:
             print(f"\n{_launch_command(arguments, run, environment)}")
     return 2 if errors else 0
@@ -70,21 +72,8 @@ def _counted(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
 
 
-def _describe(run, environment, with_gradients: bool, with_ds_config: bool) -> None:
-    from zero_recipes.checks.preflight import resolved_ds_config
-
-    strategy = run.strategy
-    print(*strategy.described(run.device, run.settings), sep="\n")
-    if strategy.ds.quantizes_gradients and with_gradients:
-        print(f"gradients     {_share_not_quantized(run, environment):.1%} not quantized between nodes")
-    if with_ds_config and strategy.is_deepspeed:
-        print(json.dumps(resolved_ds_config(run), indent=2))
-    elif with_ds_config:
-        print("no DeepSpeed")
-
-
-def _share_not_quantized(run, environment) -> float:
-    """How much of the gradients qgZ leaves as it is; of an adapter's, if there is one."""
+def gradients_described(run, environment) -> str:
+    """How much of them qgZ leaves as it is; of an adapter's, if there is one."""
     from peft import get_peft_model
 
     from zero_recipes.engine.patches import share_not_quantized
@@ -95,15 +84,14 @@ def _share_not_quantized(run, environment) -> float:
     if adapter is not None:
         model = get_peft_model(model, adapter)
     shapes = [p.shape for p in model.parameters() if p.requires_grad]
-    return share_not_quantized(shapes, run.strategy, local_world_size(environment, run.strategy.world_size))
+    share = share_not_quantized(shapes, run.strategy, local_world_size(environment, run.strategy.world_size))
+    return f"gradients     {share:.1%} not quantized between nodes"
 
 
 def _launch_command(arguments: argparse.Namespace, run, environment) -> str:
     recipe = str(arguments.recipe)
     count = run.strategy.world_size
-    file = []
-    if arguments.config_file:
-        file = ["--config_file", str(arguments.config_file)]
+    file = ["--config_file", str(arguments.config_file)] if arguments.config_file else []
     if local_world_size(environment, count) == count:
         launch = ["zero-recipes", "train", recipe, *file, "--num_processes", str(count)]
     else:  # several machines

@@ -29,11 +29,32 @@ def env(arguments: argparse.Namespace) -> int:
 
 
 def machine(host: Host) -> dict[str, Any]:
-    """All that is shown; null where there is no limit or no such thing."""
+    """All that is shown; null where there is no limit or no such thing. `refusal`: torch's own words where this build
+    of it could use a GPU and cannot."""
+    import torch
+
+    from zero_recipes.checks.machine import driver_version, refusal_of_cuda
+
+    built_for = torch.version.cuda
+    refusal = refusal_of_cuda() if built_for else ""
+    gpus = []
+    if not refusal:
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            gpus.append({"name": gpu.name, "memory": size(gpu.total_memory)})
+    free, limit = host.memory()
+    lockable = host.lockable()
     return {
-        **_accelerators(host),
+        "gpus": gpus,
+        "cuda": {"driver": driver_version(host), "built_for": built_for, "refusal": refusal},
         "cpu": {"name": cpu_name(), "cores_of_machine": os.cpu_count(), "cores": host.cores()},
-        "memory": _memory(host),
+        "memory": {
+            "machine": size(psutil.virtual_memory().total),
+            "free": size(free),
+            "limited_by": limit,
+            "shared_memory_free": size(host.free_disk("/dev/shm")),
+            "lockable": None if math.isinf(lockable) else size(lockable),
+        },
         "disks": _disks(host),
         "build": {
             "cxx": host.compiler(),
@@ -44,37 +65,6 @@ def machine(host: Host) -> dict[str, Any]:
         "infiniband": host.infiniband_devices(),
         "versions": library_versions() | {"zero-recipes": version_of("zero-recipes")},
         "variables": _variables(host),
-    }
-
-
-def _accelerators(host: Host) -> dict[str, Any]:
-    """`refusal`: torch's own words where this build of it could use a GPU and cannot."""
-    import torch
-
-    from zero_recipes.checks.machine import driver_version, refusal_of_cuda
-
-    built_for = torch.version.cuda
-    refusal = ""
-    if built_for:
-        refusal = refusal_of_cuda()
-    gpus = []
-    if not refusal:
-        for index in range(torch.cuda.device_count()):
-            gpu = torch.cuda.get_device_properties(index)
-            gpus.append({"name": gpu.name, "memory": size(gpu.total_memory)})
-    cuda = {"driver": driver_version(host), "built_for": built_for, "refusal": refusal}
-    return {"gpus": gpus, "cuda": cuda}
-
-
-def _memory(host: Host) -> dict[str, Any]:
-    free, limit = host.memory()
-    lockable = host.lockable()
-    return {
-        "machine": size(psutil.virtual_memory().total),
-        "free": size(free),
-        "limited_by": limit,
-        "shared_memory_free": size(host.free_disk("/dev/shm")),
-        "lockable": None if math.isinf(lockable) else size(lockable),
     }
 
 
@@ -100,9 +90,7 @@ def _disks(host: Host) -> list[dict[str, str]]:
 
 def _variables(host: Host) -> dict[str, str]:
     shown = {}
-    for name in sorted(host.environment):
-        if SECRET.search(name) and VARIABLES.fullmatch(name):
-            shown[name] = "(set, not shown)"
-        elif VARIABLES.fullmatch(name):
-            shown[name] = host.environment[name]
+    for name, value in sorted(host.environment.items()):
+        if VARIABLES.fullmatch(name):
+            shown[name] = "(set, not shown)" if SECRET.search(name) else value
     return shown

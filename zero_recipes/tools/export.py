@@ -47,13 +47,13 @@ def export(arguments: argparse.Namespace) -> int:
     """The verb. Returns the exit code; raises Refusal before anything is written."""
     transformers.utils.logging.disable_progress_bar()
     target = ask.find_target(arguments.model, arguments.base, arguments.overrides, arguments.trust_remote_code)
-    out = arguments.output_dir or _folder_beside(target.folder)
+    # "." and ".." have no name of their own
+    folder = target.folder if target.folder.name.strip(".") else target.folder.resolve()
+    out = arguments.output_dir or folder.with_name(f"{folder.name}-export")
     if out.exists() and any(out.iterdir()):
         raise refusal("ZR902", out=out)
     tokenizer = ask.load_tokenizer(target)
-    llama_cpp = None
-    if arguments.gguf:
-        llama_cpp = _find_converter(arguments.llama_cpp)
+    llama_cpp = _find_converter(arguments.llama_cpp) if arguments.gguf else None
     prompts = [row.prompt for row in read_samples(target.folder / ask.SAMPLES)[:PROMPTS]]
     if not prompts:
         prompts = [prompt_of(tokenizer, target.settings.dataset_format, "Tell me a short story.")]
@@ -67,22 +67,14 @@ def export(arguments: argparse.Namespace) -> int:
         write_card(target.folder, out)
     print(f"written: {out}, {str(model.dtype).removeprefix('torch.')}", flush=True)
     del model
-    weights = ""
     files = [_convert(llama_cpp, kind, out) for kind in arguments.gguf]
     serve = f"zero-recipes export {target.folder} --gguf q8_0 --output_dir {out}-gguf  # for Ollama and llama.cpp"
     if files:
-        weights = files[-1].name
         serve = f"ollama create {out.name} -f {out / 'Modelfile'}"
-    (out / "Modelfile").write_text(modelfile(tokenizer, weights, ends))
+    (out / "Modelfile").write_text(modelfile(tokenizer, files[-1].name if files else "", ends))
     is_fine = not files or _compare(files, answers_of(out, tokenizer, prompts), tokenizer.bos_token)
     print(f"\n{serve}\nvllm serve {out}")
     return 0 if is_fine else 1
-
-
-def _folder_beside(folder: Path) -> Path:
-    if not folder.name.strip("."):  # "." and ".."
-        folder = folder.resolve()
-    return folder.with_name(f"{folder.name}-export")
 
 
 def prompt_of(tokenizer: Any, dataset_format: str | None, question: str) -> str:
@@ -241,9 +233,7 @@ def _compare(files: Iterable[Path], expected: dict[str, list[int]], start: str |
 
 def modelfile(tokenizer: Any, weights: str, ends: list[str]) -> str:
     """Ollama's file: one turn as the chat template writes it, in Go's language, and the end tokens."""
-    template = "{{ .Prompt }}"
-    if tokenizer.chat_template:
-        template = _in_go(tokenizer)
+    template = _in_go(tokenizer) if tokenizer.chat_template else "{{ .Prompt }}"
     lines = [f"FROM ./{weights}", f'TEMPLATE """{template}"""']
     lines += [f'PARAMETER stop "{end}"' for end in ends]
     return "\n".join(lines) + "\n"

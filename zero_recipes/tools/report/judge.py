@@ -1,37 +1,27 @@
-"""What the measured rows say about the common claims. Each function below answers one question of texts.yaml.
-
-It takes the rows of the comparison and returns (verdict, what was measured). A question that these rows cannot answer
-gets the verdict "cannot tell" and the reason.
-"""
+"""Answers to the questions of texts.yaml, from what runs recorded."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from zero_recipes.core import units
+from zero_recipes.core.tables import Row
 from zero_recipes.metrics.read_runs import MeasuredRun, mean_scores
 from zero_recipes.metrics.schema import ORDER
 from zero_recipes.tools.report import read
+from zero_recipes.tools.report.read import Runs
 
 Verdict = Literal["yes", "no", "cannot tell"]
-Answer = tuple[Verdict, str]
+Answer = tuple[Verdict, str]  # with what was measured, or why these runs cannot tell
 
 EQUAL_MEMORY = 1e-3  # padding to whole partitions may add a few bytes to a stage
 EQUAL_SPEED = 0.05  # less is noise
 LOSS_FP32 = 1e-5
 LOSS_16_BIT = 2e-2  # one step's rounding; tests hold short runs of the stages to 1e-3, and to 1e-5 in fp32
-SAME_RUN = (
-    "model",
-    "parameters",
-    "trainable_parameters",
-    "world_size",
-    "device",
-    "precision",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "max_length",
-)
+# fields of metrics.json
+SAME_RUN = ("model", "parameters", "trainable_parameters", "world_size", "device", "precision")
+SAME_RUN += ("micro_batch_size", "gradient_accumulation_steps", "max_length")
 LOWER_IS_BETTER = {"reference_loss"}
 JUDGED_SCORES = ("exact_match", "token_f1", "reference_loss")
 ON_CPU = "They ran on CPU processes, which says little about GPUs."
@@ -47,8 +37,8 @@ class Judgement(NamedTuple):
     right: str
 
 
-def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
-    """All judgements on these runs, in the order in which a reader asks; three of them need compared rows."""
+def judge_runs(runs: Runs) -> list[Judgement]:
+    """In the order in which a reader asks. Three of the questions need compared rows."""
     compared = read.comparison(runs)
     answers = {}
     if compared:
@@ -56,14 +46,11 @@ def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
         answers["staircase"] = _staircase(compared)
         answers["losses"] = _losses_equal(compared)
     answers["answers"] = _answers(runs)
-    judgements = []
-    for name, (verdict, measured) in answers.items():
-        wording = read.texts()["judgements"][name]
-        judgements.append(Judgement(verdict=verdict, measured=measured, **wording))
-    return judgements
+    wording = read.texts()["judgements"]
+    return [Judgement(verdict=verdict, measured=why, **wording[name]) for name, (verdict, why) in answers.items()]
 
 
-def bottom_line(runs: Sequence[MeasuredRun]) -> str:
+def bottom_line(runs: Runs) -> str:
     """Which run to take, which where memory is short and at what cost, whether losses agree, and who did not finish."""
     compared = read.comparison(runs) or runs
     rows = read.table_rows(compared)
@@ -79,7 +66,7 @@ def bottom_line(runs: Sequence[MeasuredRun]) -> str:
     return " ".join(sentences)
 
 
-def _recommendation(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _recommendation(rows: Sequence[Row]) -> list[str]:
     """Sentences on the fastest run, and on the one with the smallest model states where that is another."""
     timed = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
     if not timed:
@@ -100,7 +87,7 @@ def _recommendation(rows: Sequence[dict[str, Any]]) -> list[str]:
     return sentences
 
 
-def _praise(chosen: dict[str, Any], tied: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> str:
+def _praise(chosen: Row, tied: Sequence[Row], timed: Sequence[Row]) -> str:
     speed = f"{units.count(chosen['tokens_per_second'])} tokens/s"
     if len(timed) == 1:
         return f"{chosen['label']} reached {speed}."
@@ -111,21 +98,18 @@ def _praise(chosen: dict[str, Any], tied: Sequence[dict[str, Any]], timed: Seque
     return f"Take {chosen['label']} ({speed}): {why}."
 
 
-def sampled_run(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
+def sampled_run(runs: Runs) -> MeasuredRun | None:
     """The run whose answers are shown: a full run where there is one, otherwise the last that has samples."""
     with_samples = [run for run in runs if run.samples]
-    if not with_samples:
-        return None
-    return (read.single_runs(with_samples) or with_samples)[-1]
+    chosen = read.single_runs(with_samples) or with_samples
+    return chosen[-1] if chosen else None
 
 
-def _alike(runs: Sequence[MeasuredRun]) -> Answer:
+def _alike(runs: Runs) -> Answer:
     """A comparison needs equal conditions; what a failed row does not know cannot differ."""
     if len(runs) < 2:
         return "cannot tell", "There is only one row."
-    conditions = {}
-    for key in SAME_RUN:
-        conditions[key] = {getattr(run, key) for run in runs}
+    conditions = {key: {getattr(run, key) for run in runs} for key in SAME_RUN}
     # the same data in the same order makes the same number of tokens, padding included
     conditions["tokens trained on"] = {run.tokens.all for run in runs if run.status == "ok" and run.tokens}
     differing = []
@@ -133,18 +117,17 @@ def _alike(runs: Sequence[MeasuredRun]) -> Answer:
         known = sorted(map(_written, values - {None}))
         if len(known) > 1:
             differing.append(f"{key} ({', '.join(known)})")
+    measured = f"{len(runs)} rows with the same settings."
     if differing:
-        return "no", f"The rows differ in {'; '.join(differing)}. Each ran once."
-    return "yes", f"{len(runs)} rows with the same settings. Each ran once."
+        measured = f"The rows differ in {'; '.join(differing)}."
+    return _yes(not differing), f"{measured} Each ran once."
 
 
 def _written(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,.0f}"
+    return value if isinstance(value, str) else f"{value:,.0f}"
 
 
-def _staircase(runs: Sequence[MeasuredRun]) -> Answer:
+def _staircase(runs: Runs) -> Answer:
     finished = {run.strategy: run for run in runs if run.status == "ok" and run.fullest_rank}
     if "zero0" in finished:
         finished.pop("ddp", None)  # it stands for stage 0 where zero0 is missing
@@ -153,10 +136,10 @@ def _staircase(runs: Sequence[MeasuredRun]) -> Answer:
     for strategy in ORDER:
         if strategy in finished:
             run = finished[strategy]
-            totals[run.label] = run.fullest_rank.total
+            totals[strategy] = run.fullest_rank.total
             expected = read.textbook(run)
             if expected:
-                shares[run.label] = totals[run.label] / expected
+                shares[strategy] = totals[strategy] / expected
     if len(totals) < 2:
         return "cannot tell", "Fewer than two stages were measured."
     verdict = "yes"
@@ -170,7 +153,7 @@ def _staircase(runs: Sequence[MeasuredRun]) -> Answer:
     return verdict, measured
 
 
-def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
+def _losses_equal(runs: Runs) -> Answer:
     trained = [run for run in runs if run.status == "ok" and run.loss_history]
     if len(trained) < 2:
         return "cannot tell", "Fewer than two strategies have losses."
@@ -185,9 +168,8 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
     steps = sorted(set.intersection(*map(set, losses.values())))
     if not steps:
         return "cannot tell", "No step is in the histories of all strategies."
-    limit = LOSS_FP32
-    if any(run.precision != "fp32" for run in trained):
-        limit = LOSS_16_BIT
+    precisions = {run.precision for run in trained}
+    limit = LOSS_FP32 if precisions == {"fp32"} else LOSS_16_BIT
     measured = f"Equal to the last bit over {len(steps)} steps."
     gap, where = _largest_gap(losses, steps)
     if gap:
@@ -217,12 +199,11 @@ def _largest_gap(losses: Mapping[str, Mapping[int, float]], steps: Sequence[int]
     return largest, where
 
 
-def _answers(runs: Sequence[MeasuredRun]) -> Answer:
+def _answers(runs: Runs) -> Answer:
     """yes only where no score is worse, no where none is better."""
     run = sampled_run(runs)
-    answered = []
-    if run:
-        answered = [sample for sample in run.samples if None not in (sample.before, sample.after)]
+    samples = run.samples if run else []
+    answered = [sample for sample in samples if None not in (sample.before, sample.after)]
     if not answered:
         return "cannot tell", "No run has answers from before and after training."
     changes = []

@@ -7,7 +7,6 @@ import base64
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
@@ -15,13 +14,13 @@ from rich.console import Console
 from zero_recipes.core import units
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import refusal
-from zero_recipes.core.tables import Column, plain, print_columns, terminal
-from zero_recipes.metrics.read_runs import MeasuredRun, mean_scores, question, read_runs
+from zero_recipes.core.tables import plain, print_columns, terminal
+from zero_recipes.metrics.read_runs import mean_scores, question, read_runs
 from zero_recipes.metrics.schema import ContractError
 from zero_recipes.tools.report import plots, read
 from zero_recipes.tools.report.judge import Judgement, bottom_line, judge_runs, sampled_run
+from zero_recipes.tools.report.read import Runs
 
-PICTURE = "loss.png"  # that a run draws for its model card
 VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
 
 
@@ -51,7 +50,7 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     return page
 
 
-def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console: Console) -> None:
+def _print(runs: Runs, judgements: Sequence[Judgement], console: Console) -> None:
     console.print(plain(bottom_line(runs), style="bold"))
     for table in read.tables(runs):
         console.print(plain(f"\n{table.title}", style="bold"))
@@ -68,23 +67,8 @@ def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console
             console.print(plain(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
 
 
-def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> str:
+def render_page(runs: Runs, judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> str:
     """The whole page as text. `pictures`: of the comparison, by name. A single run has its own loss.png."""
-    compared = read.comparison(runs)
-    comparison = []
-    if compared:
-        comparison = _halves(read.runs_table(compared))
-    sweeps = []
-    for swept in read.sweeps(runs):
-        table = read.sweep_table(swept)
-        sweeps.append((table, _grid(table.named + table.measured, table.rows)))
-    singles = []
-    for run in read.single_runs(runs):
-        singles.append((run, _halves(read.runs_table([run])), run.folder / PICTURE))
-    answered = sampled_run(runs)
-    means = {}
-    if answered:
-        means = mean_scores(answered.samples)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -93,36 +77,23 @@ def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pi
         lstrip_blocks=True,
     )
     environment.filters |= {"size": units.size, "fixed": units.fixed, "base64": _in_base64, "question": question}
+    compared = read.comparison(runs)
+    answered = sampled_run(runs)
     return environment.get_template("page.html.j2").render(
+        runs=runs,
         setting=read.setting(compared or runs),
         written=date.today().isoformat(),
         bottom_line=bottom_line(runs),
         judgements=judgements,
-        comparison=comparison,
+        comparison=read.runs_table(compared) if compared else None,
         notes=read.notes(runs),
-        sweeps=sweeps,
+        sweeps=[read.sweep_table(swept) for swept in read.sweeps(runs)],
         pictures=pictures,
-        singles=singles,
-        failures=[run for run in runs if run.status != "ok"],
+        singles=[(run, read.runs_table([run])) for run in read.single_runs(runs)],
         answered=answered,
-        means=means,
+        means=mean_scores(answered.samples) if answered else {},
     )
 
 
 def _in_base64(path: Path) -> str:
     return base64.b64encode(path.read_bytes()).decode()
-
-
-def _halves(table: read.Table) -> list[dict[str, Any]]:
-    """One table on memory and one on speed and loss: together they are too wide for a page."""
-    if not table.measured:
-        return [_grid(table.named, table.rows)]
-    return [_grid(table.named + part, table.rows) for part in (table.memory, table.speed) if part]
-
-
-def _grid(columns: Sequence[Column], rows: Sequence[Any]) -> dict[str, Any]:
-    headers = [column.header.replace("\n", " ") for column in columns]
-    cells = []
-    for row in rows:
-        cells.append([column.cell(row) for column in columns])
-    return {"headers": headers, "rows": cells}

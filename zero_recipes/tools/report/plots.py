@@ -1,10 +1,8 @@
-"""The pictures of the report. Sizes in bytes come in, PNG files go out.
+"""The pictures of the report, without pyplot: nothing global is touched and no display is looked for."""
 
-Figures are built without pyplot: nothing global is touched and no display is looked for.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,11 @@ from matplotlib.ticker import MaxNLocator
 from zero_recipes.core import units
 from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.tools.report import read
+from zero_recipes.tools.report.read import Runs
 
 INCHES = (8.0, 4.8)
 DPI = 150
+PEAK_SHIFT = 0.21  # from the middle, in which stack and peak stand side by side
 INK = "#24292f"
 PALE = "#57606a"
 ALARM = "#b3261e"
@@ -37,8 +37,8 @@ STATES = {
 ABSENT = {"oom": "out of memory", "ok": "not measured"}  # why there is no bar, by status
 
 
-def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
-    """Write the pictures of the comparison, by name; none where there is nothing to compare."""
+def draw_comparison(runs: Runs, folder: Path) -> dict[str, Path]:
+    """Write the pictures. Returns their paths by name; none where there is nothing to compare."""
     compared = read.comparison(runs)
     if not compared:
         return {}
@@ -51,7 +51,7 @@ def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path
     return pictures
 
 
-def _draw_states(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
+def _draw_states(figure: Figure, runs: Runs) -> None:
     """A stack of the model states of each run's fullest rank, with the measured peak beside it.
 
     In grey on top: what is on host and disk. A mark across the stack: the textbook's total.
@@ -60,18 +60,12 @@ def _draw_states(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
     totals = [sum(_states(run).values()) for run in runs]
     highest = max(*peaks, *totals, *(read.textbook(run) or 0 for run in runs))
     unit, one = units.unit_of(highest)
-    width = 0.56
-    shift = 0.0
-    if any(peaks):
-        width = 0.4
-        shift = 0.21
+    width = 0.4 if any(peaks) else 0.56
     axes = _titled_axes(figure, "Model states on the fullest rank", runs)
     axes.set(ylabel=f"memory of the fullest rank in {unit}", ylim=(0, 1.12 * highest / one or 1))
     legend: dict[str, Any] = {}
     for place, (run, peak, total) in enumerate(zip(runs, peaks, totals, strict=True)):
-        left = place
-        if peak:
-            left -= shift
+        left = place - PEAK_SHIFT if peak else place
         top = _draw_stack(axes, run, left, width, one, legend)
         if run.fullest_rank:
             _above(axes, left, top, _written(total, one), len(runs))
@@ -79,8 +73,8 @@ def _draw_states(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
             _in_place_of_bar(axes, place, run)
         if peak:
             looks = {"fill": False, "edgecolor": INK, "linewidth": 1.1}
-            legend["measured peak"] = axes.bar(place + shift, peak / one, width - 0.04, **looks)
-            _above(axes, place + shift, peak / one, _written(peak, one), len(runs))
+            legend["measured peak"] = axes.bar(place + PEAK_SHIFT, peak / one, width - 0.04, **looks)
+            _above(axes, place + PEAK_SHIFT, peak / one, _written(peak, one), len(runs))
     _names_below(axes, runs, highest)
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3)
 
@@ -102,21 +96,18 @@ def _draw_stack(axes: Axes, run: MeasuredRun, center: float, width: float, one: 
     textbook = read.textbook(run)
     if not textbook:
         return top
+    ends = (center - width / 2, center + width / 2)
     outline = [withStroke(linewidth=4.5, foreground="white")]
-    left = center - width / 2
-    right = center + width / 2
-    legend["textbook total"] = axes.hlines(textbook / one, left, right, INK, lw=2, path_effects=outline)
+    legend["textbook total"] = axes.hlines(textbook / one, *ends, INK, lw=2, path_effects=outline)
     return max(top, textbook / one)
 
 
 def _written(size: int, one: int) -> str:
     """Bytes in the axis's unit; with a unit of their own where they are less."""
-    if size < one:
-        return units.size(size)
-    return units.significant(size / one)
+    return units.significant(size / one) if size >= one else units.size(size)
 
 
-def _draw_throughput(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
+def _draw_throughput(figure: Figure, runs: Runs) -> None:
     """Non-padding tokens per second over all ranks, with the share of the baseline on top."""
     reference = read.baseline(runs)
     fastest = max(run.speed or 0 for run in runs)
@@ -138,16 +129,15 @@ def _draw_throughput(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
         axes.set_xlabel(f"percentages: relative to {reference.label}", fontsize=9.5)
 
 
-def _draw_losses(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
+def _draw_losses(figure: Figure, runs: Runs) -> None:
     """All losses over each other; the judgement in words says how far they are apart."""
     axes = _titled_axes(figure, "Training loss", runs)
     axes.set(xlabel="optimizer step", ylabel="loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     trained = [(run, colour) for run, colour in zip(runs, colours(runs), strict=True) if run.loss_history]
     for index, (run, colour) in enumerate(trained):
-        dashes = "-"
-        if index:  # dashes take turns where curves coincide
-            dashes = (-5.0 * (index - 1), (5.0, 5.0 * (len(trained) - 1)))
+        # dashes take turns where curves coincide
+        dashes = (-5.0 * (index - 1), (5.0, 5.0 * (len(trained) - 1))) if index else "-"
         axes.plot([*run.losses], [*run.losses.values()], color=colour, lw=2.2, ls=dashes, label=_label(run))
     if trained:
         legend = axes.legend(ncols=2 if len(trained) > 4 else 1, loc="upper right")
@@ -155,17 +145,10 @@ def _draw_losses(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
             line.set_linestyle("-")
 
 
-def colours(runs: Sequence[MeasuredRun]) -> list[str]:
+def colours(runs: Runs) -> list[str]:
     """One colour per run: the five strategies always have theirs, further ones take the next free one."""
-    chosen = []
-    others = 0
-    for run in runs:
-        if run.label in STRATEGIES:
-            chosen.append(STRATEGIES[run.label])
-        else:
-            chosen.append(OTHERS[others % len(OTHERS)])
-            others += 1
-    return chosen
+    others = cycle(OTHERS)
+    return [STRATEGIES.get(run.label) or next(others) for run in runs]
 
 
 @contextmanager
@@ -178,7 +161,7 @@ def _figure(path: Path) -> Iterator[Figure]:
         figure.savefig(path)
 
 
-def _titled_axes(figure: Figure, title: str, runs: Sequence[MeasuredRun]) -> Axes:
+def _titled_axes(figure: Figure, title: str, runs: Runs) -> Axes:
     axes = figure.subplots()
     axes.set_title(title, loc="left", fontweight="bold", fontsize=12.5, pad=25)
     looks = {"xycoords": "axes fraction", "va": "bottom", "color": PALE, "annotation_clip": False}
@@ -187,7 +170,7 @@ def _titled_axes(figure: Figure, title: str, runs: Sequence[MeasuredRun]) -> Axe
     return axes
 
 
-def _names_below(axes: Axes, runs: Sequence[MeasuredRun], highest: float) -> None:
+def _names_below(axes: Axes, runs: Runs, highest: float) -> None:
     """Names under the bars, broken so that long ones do not meet; no numbers where nothing is drawn."""
     names = [_label(run).replace("_", "\n").replace(" ", "\n") for run in runs]
     axes.set_xticks(range(len(names)), names, fontsize=10 if len(names) <= 6 else 9)
@@ -217,6 +200,4 @@ def _note(axes: Axes, text: str, at: tuple[float, float], shift: tuple[float, fl
 
 
 def _label(run: MeasuredRun) -> str:
-    if run.status == "ok":
-        return run.label
-    return f"{run.label} ({run.status})"
+    return run.label if run.status == "ok" else f"{run.label} ({run.status})"

@@ -11,26 +11,14 @@ from zero_recipes.core import units, zero_paper
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.tables import Column, Row
 from zero_recipes.metrics.read_runs import MeasuredRun
-from zero_recipes.metrics.schema import ORDER
+from zero_recipes.metrics.schema import ORDER, PredictedMetrics, Tokens
 
 BYTES_PER_VALUE = {"bf16": 2, "fp16": 2, "fp32": 4}
 FINAL_STEPS = 5  # one step alone is mostly noise
 # keys of a row that are fields of metrics.json
-COPIED = (
-    "label",
-    "strategy",
-    "compared",
-    "status",
-    "device",
-    "world_size",
-    "precision",
-    "model",
-    "parameters",
-    "mfu",
-    "swept",
-)
+IDENTITY = ("label", "strategy", "compared", "status", "device", "world_size", "precision", "model", "parameters")
 # keys of a row that are fields of the fullest rank's model states
-STATE_PARTS = {
+STATES = {
     "state_bytes": "total",
     "params_bytes": "params",
     "grads_bytes": "grads",
@@ -41,18 +29,20 @@ STATE_PARTS = {
 # ZeRO's stage of the strategies that the textbook covers
 STAGES = {"ddp": 0, "zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3}
 
+Runs = Sequence[MeasuredRun]
 
-def comparison(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+
+def comparison(runs: Runs) -> list[MeasuredRun]:
     """The runs of strategies: folder and strategy have the same name."""
     return [run for run in runs if run.compared]
 
 
-def single_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+def single_runs(runs: Runs) -> list[MeasuredRun]:
     """Everything else, such as a full training run beside the sweep; no run of a sweep of values."""
     return [run for run in runs if not run.compared and run.swept is None]
 
 
-def sweeps(runs: Sequence[MeasuredRun]) -> list[list[MeasuredRun]]:
+def sweeps(runs: Runs) -> list[list[MeasuredRun]]:
     """The runs of each sweep of values: those whose values were set for the same keys."""
     by_keys: dict[tuple[str, ...], list[MeasuredRun]] = {}
     for run in runs:
@@ -61,7 +51,7 @@ def sweeps(runs: Sequence[MeasuredRun]) -> list[list[MeasuredRun]]:
     return list(by_keys.values())
 
 
-def baseline(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
+def baseline(runs: Runs) -> MeasuredRun | None:
     """The run that the others are compared with: ddp, or zero0 where ddp is missing or did not finish."""
     finished = {run.strategy: run for run in comparison(runs) if run.status == "ok"}
     return finished.get("ddp") or finished.get("zero0")
@@ -78,13 +68,8 @@ def textbook(run: MeasuredRun) -> float | None:
         bytes_per_parameter = zero_paper.FP32
     elif strategy != run.strategy:
         bytes_per_parameter = zero_paper.MIXED._replace(optimizer=6)
-    return zero_paper.model_state_bytes(
-        run.parameters,
-        run.world_size,
-        STAGES[strategy],
-        run.trainable_parameters,
-        bytes_per_parameter,
-    ).total
+    sizes = (run.parameters, run.world_size, STAGES[strategy], run.trainable_parameters)
+    return zero_paper.model_state_bytes(*sizes, bytes_per_parameter).total
 
 
 def relative_speed(run: MeasuredRun, reference: MeasuredRun | None) -> float | None:
@@ -121,91 +106,67 @@ def _paper_in_phi(run: MeasuredRun) -> float | None:
     return float(zero_paper.communication_units(run.zero_stage or 0))
 
 
-def table_rows(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
+def table_rows(runs: Runs) -> list[dict[str, Any]]:
     """One dict per run: sizes in bytes, times in seconds, None for what is not known."""
     reference = baseline(runs)
     return [_row(run, reference) for run in runs]
 
 
 def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
-    row = {key: getattr(run, key) for key in COPIED}
-    row["folder"] = run.folder.name
-    return row | _memory(run) | _speed(run, reference) | _communication(run) | _ending(run)
-
-
-def _memory(run: MeasuredRun) -> dict[str, float | None]:
-    rank = run.fullest_rank
-    row = {key: getattr(rank, part, None) for key, part in STATE_PARTS.items()}
-    row["textbook_bytes"] = textbook(run)
-    row["state_over_textbook"] = _ratio(row["state_bytes"], row["textbook_bytes"])
-    row["planned_state_bytes"] = getattr(run.predicted, "state_bytes", None)
-    row["peak_allocated_bytes"] = run.peak("allocated")
-    row["planned_peak_bytes"] = None  # on CPUs, which allocate nothing to compare it with
-    if run.device != "cpu":
-        row["planned_peak_bytes"] = getattr(run.predicted, "peak_memory_bytes", None)
-    row["resident_bytes"] = run.peak("rss")
-    return row
-
-
-def _speed(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, float | None]:
-    tokens = run.tokens
-    all_tokens = getattr(tokens, "all", None)  # padding included
-    return {
+    row = {key: getattr(run, key) for key in IDENTITY}
+    row |= {"mfu": run.mfu, "swept": run.swept, "folder": run.folder.name}
+    for key, part in STATES.items():
+        row[key] = getattr(run.fullest_rank, part, None)
+    expected = textbook(run)
+    predicted = run.predicted or PredictedMetrics()
+    tokens = run.tokens or Tokens()
+    sent = run.communication_bytes_per_step
+    losses = run.loss_history or []
+    last = losses[-FINAL_STEPS:]
+    code, reason = _why_ended(run)
+    return row | {
+        "textbook_bytes": expected,
+        "state_over_textbook": _ratio(row["state_bytes"], expected),
+        "planned_state_bytes": predicted.state_bytes,
+        "peak_allocated_bytes": run.peak("allocated"),
+        # CPUs allocate nothing to compare it with
+        "planned_peak_bytes": None if run.device == "cpu" else predicted.peak_memory_bytes,
+        "resident_bytes": run.peak("rss"),
         "tokens_per_second": run.speed,
         "relative_speed": relative_speed(run, reference),
-        "non_padding_share": _ratio(getattr(tokens, "non_padding", None), all_tokens),
-        "supervised_share": _ratio(getattr(tokens, "supervised", None), all_tokens),
-        "step_seconds_median": getattr(run.step_seconds, "median", None),
-    }
-
-
-def _communication(run: MeasuredRun) -> dict[str, float | None]:
-    sent = run.communication_bytes_per_step
-    volume = None
-    if sent is not None:
-        volume = zero_paper.paper_volume(sent)
-    return {
-        "communication_bytes": volume,
+        "non_padding_share": _ratio(tokens.non_padding, tokens.all),
+        "supervised_share": _ratio(tokens.supervised, tokens.all),
+        "step_seconds_median": run.step_seconds.median if run.step_seconds else None,
+        "communication_bytes": None if sent is None else zero_paper.paper_volume(sent),
         "communication_in_phi": _volume_in_phi(run, sent),
         "between_nodes_in_phi": _volume_in_phi(run, run.communication_bytes_between_nodes),
         "paper_in_phi": _paper_in_phi(run),
-    }
-
-
-def _ending(run: MeasuredRun) -> dict[str, Any]:
-    """Losses, and why a run did not end well: `code` and `reason`, a text of one line."""
-    losses = run.loss_history or []
-    last = losses[-FINAL_STEPS:]
-    row = {
         "steps": len(losses),
         "final_loss": _ratio(sum(last), len(last)),
-        "code": None,
-        "reason": None,
+        "code": code,
+        "reason": reason,
     }
+
+
+def _why_ended(run: MeasuredRun) -> tuple[str | None, str | None]:
+    """(code, reason in one line) of a run that did not end well; a code only where it was refused."""
     if run.status == "ok":
-        return row
+        return None, None
     if run.failure and run.failure.reason:
-        row["code"] = run.failure.code
-        row["reason"] = run.failure.reason
-    elif run.error:
-        row["reason"] = run.error.strip().partition("\n")[0]
-    return row
+        return run.failure.code, run.failure.reason
+    return None, (run.error or "").strip().partition("\n")[0] or None
 
 
-def setting(runs: Sequence[MeasuredRun]) -> str:
+def setting(runs: Runs) -> str:
     """Model, machine and precision in one line; CPU runs say that they are no GPU."""
     first = next((run for run in runs if run.model and run.device and run.world_size), runs[0])
     model = (first.model or "unknown model").removeprefix("./")
     count = first.world_size or "?"
     machine = f"{count} x {first.device or 'unknown device'}"
     if first.device == "cpu":
-        machine = f"{count} CPU processes, no GPU"
-        if count == 1:
-            machine = "1 CPU process, no GPU"
-    parts = [model, machine]
-    if first.precision:
-        parts.append(first.precision)
-    return ", ".join(parts)
+        machine = f"{count} CPU process{'' if count == 1 else 'es'}, no GPU"
+    known = f"{model}, {machine}"
+    return f"{known}, {first.precision}" if first.precision else known
 
 
 # tables
@@ -214,9 +175,7 @@ LONGEST_REASON = 72  # characters
 
 
 def _seconds(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{units.significant(value)} s"
+    return "" if value is None else f"{units.significant(value)} s"
 
 
 WRITTEN = {
@@ -247,7 +206,7 @@ class Table(NamedTuple):
         return self.memory + self.speed
 
 
-def tables(runs: Sequence[MeasuredRun]) -> list[Table]:
+def tables(runs: Runs) -> list[Table]:
     """Of the comparison, of single runs and of each sweep; empty ones are left out."""
     found = []
     groups = {"Comparison": comparison(runs), "Single runs": single_runs(runs)}
@@ -257,7 +216,7 @@ def tables(runs: Sequence[MeasuredRun]) -> list[Table]:
     return found + [sweep_table(group) for group in sweeps(runs)]
 
 
-def notes(runs: Sequence[MeasuredRun]) -> list[str]:
+def notes(runs: Runs) -> list[str]:
     """What a reader needs to know about the columns that are shown."""
     shown = set()
     for table in tables(runs):
@@ -266,14 +225,14 @@ def notes(runs: Sequence[MeasuredRun]) -> list[str]:
     return [column["note"] for column in columns if "note" in column and column["header"] in shown]
 
 
-def runs_table(runs: Sequence[MeasuredRun], title: str = "") -> Table:
+def runs_table(runs: Runs, title: str = "") -> Table:
     """A row a run."""
     rows = table_rows(runs)
     named = [Column("Run", itemgetter("label")), Column("Status", itemgetter("status"))]
     return Table(title, named, _columns("memory", rows), _columns("speed", rows), rows)
 
 
-def sweep_table(runs: Sequence[MeasuredRun]) -> Table:
+def sweep_table(runs: Runs) -> Table:
     """The runs of one sweep: the values that were set, what was measured, and why what did not run did not."""
     rows = table_rows(runs)
     keys = list(runs[0].swept)
@@ -290,33 +249,23 @@ def sweep_table(runs: Sequence[MeasuredRun]) -> Table:
 
 def _swept_cell(key: str, row: Row) -> str:
     value = row["swept"][key]
-    if type(value) is int:  # no bool
-        return f"{value:,}"
-    return value_text(value)
+    return f"{value:,}" if type(value) is int else value_text(value)
 
 
 def _reason_cell(row: Row) -> str:
-    reason = row["reason"] or ""
-    if row["code"]:
-        reason = f"{row['code']} {reason}"
+    reason = f"{row['code'] or ''} {row['reason'] or ''}"
     return textwrap.shorten(reason, LONGEST_REASON, placeholder="…")
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """{key: its last part, where no other key ends alike}."""
-    names = {key: key.rpartition(".")[2] for key in keys}
-    endings = list(names.values())
-    for key, name in names.items():
-        if endings.count(name) > 1:
-            names[key] = key
-    return names
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 
 
 def value_text(value: Any) -> str:
     """A value that a sweep set, on one line."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _columns(about: str, rows: Sequence[Row], keys: Sequence[str] = ()) -> list[Column]:
@@ -324,9 +273,8 @@ def _columns(about: str, rows: Sequence[Row], keys: Sequence[str] = ()) -> list[
 
     Resident memory takes the place of the allocated peak where there is no accelerator.
     """
-    hidden = "peak_allocated_bytes"
-    if any(row["peak_allocated_bytes"] for row in rows):
-        hidden = "resident_bytes"
+    has_accelerator = any(row["peak_allocated_bytes"] for row in rows)
+    hidden = "resident_bytes" if has_accelerator else "peak_allocated_bytes"
     reference = next((row["label"] for row in rows if row["relative_speed"] == 1), "baseline")
     found = []
     for text in texts()[about]:
