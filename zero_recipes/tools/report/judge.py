@@ -73,18 +73,21 @@ def _recommendation(rows: Sequence[Row]) -> list[str]:
         return []
     fastest = max(row["tokens_per_second"] for row in timed)
     tied = [row for row in timed if row["tokens_per_second"] >= (1 - EQUAL_SPEED) * fastest]
-    chosen = min(tied, key=lambda row: row["state_bytes"] or math.inf)  # of equal ones the simplest
+    chosen = min(tied, key=_state_bytes)  # of equal ones the simplest
     sentences = [_praise(chosen, tied, timed)]
     if chosen["device"] == "cpu":
         sentences.append(ON_CPU)
-    with_memory = [row for row in timed if row["state_bytes"]]
-    least = min(with_memory, key=lambda row: row["state_bytes"], default=chosen)
+    least = min(timed, key=_state_bytes)
     if chosen["state_bytes"] and least["state_bytes"] < chosen["state_bytes"]:
         saved = 1 - least["state_bytes"] / chosen["state_bytes"]
         slower = 1 - least["tokens_per_second"] / chosen["tokens_per_second"]
         states = f"{units.size(least['state_bytes'])} of model states per process, {100 * saved:.0f} % less"
         sentences.append(f"If memory is short, take {least['label']}: {states}, {100 * slower:.0f} % slower.")
     return sentences
+
+
+def _state_bytes(row: Row) -> float:
+    return row["state_bytes"] or math.inf
 
 
 def _praise(chosen: Row, tied: Sequence[Row], timed: Sequence[Row]) -> str:
@@ -109,7 +112,9 @@ def _alike(runs: Runs) -> Answer:
     """A comparison needs equal conditions; what a failed row does not know cannot differ."""
     if len(runs) < 2:
         return "cannot tell", "There is only one row."
-    conditions = {key: {getattr(run, key) for run in runs} for key in SAME_RUN}
+    conditions = {}
+    for key in SAME_RUN:
+        conditions[key] = {getattr(run, key) for run in runs}
     # the same data in the same order makes the same number of tokens, padding included
     conditions["tokens trained on"] = {run.tokens.all for run in runs if run.status == "ok" and run.tokens}
     differing = []
@@ -168,16 +173,20 @@ def _losses_equal(runs: Runs) -> Answer:
     steps = sorted(set.intersection(*map(set, losses.values())))
     if not steps:
         return "cannot tell", "No step is in the histories of all strategies."
-    precisions = {run.precision for run in trained}
-    limit = LOSS_FP32 if precisions == {"fp32"} else LOSS_16_BIT
+    limit = LOSS_FP32
+    rounded = []
+    for run in trained:
+        if run.precision != "fp32":
+            limit = LOSS_16_BIT
+        if run.exact_master_weights is False:
+            rounded.append(run.label)
     measured = f"Equal to the last bit over {len(steps)} steps."
     gap, where = _largest_gap(losses, steps)
     if gap:
         measured = f"The largest gap is {gap:.2g} of the loss, {where} (limit {limit:g})."
-    rounded = [run.label for run in trained if run.exact_master_weights is False]
     if rounded:
         measured += f" Master weights of {', '.join(rounded)} began rounded to 16 bits."
-    if any(len(history) > len(steps) for history in losses.values()):
+    if max(map(len, losses.values())) > len(steps):
         measured += f" Only steps {steps[0]} to {steps[-1]} are compared; some strategies have other steps, too."
     return _yes(gap <= limit), measured
 

@@ -77,19 +77,15 @@ def render_page(runs: Runs, judgements: Sequence[Judgement], pictures: Mapping[s
         lstrip_blocks=True,
     )
     environment.filters |= {"size": units.size, "fixed": units.fixed, "base64": _in_base64, "question": question}
-    compared = read.comparison(runs)
     answered = sampled_run(runs)
     return environment.get_template("page.html.j2").render(
+        read=read,
         runs=runs,
-        setting=read.setting(compared or runs),
+        compared=read.comparison(runs),
         written=date.today().isoformat(),
         bottom_line=bottom_line(runs),
         judgements=judgements,
-        comparison=read.runs_table(compared) if compared else None,
-        notes=read.notes(runs),
-        sweeps=[read.sweep_table(swept) for swept in read.sweeps(runs)],
         pictures=pictures,
-        singles=[(run, read.runs_table([run])) for run in read.single_runs(runs)],
         answered=answered,
         means=mean_scores(answered.samples) if answered else {},
     )

@@ -81,8 +81,12 @@ def _draw_states(figure: Figure, runs: Runs) -> None:
 
 def _states(run: MeasuredRun) -> dict[str, int]:
     """Bytes by part, those that are there."""
-    sizes = {part: getattr(run.fullest_rank, part, None) for part in STATES}
-    return {part: size for part, size in sizes.items() if size}
+    sizes = {}
+    for part in STATES:
+        size = getattr(run.fullest_rank, part, None)
+        if size:
+            sizes[part] = size
+    return sizes
 
 
 def _draw_stack(axes: Axes, run: MeasuredRun, center: float, width: float, one: int, legend: dict[str, Any]) -> float:

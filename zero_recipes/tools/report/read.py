@@ -213,7 +213,9 @@ def tables(runs: Runs) -> list[Table]:
     for title, group in groups.items():
         if group:
             found.append(runs_table(group, f"{title}: {setting(group)}"))
-    return found + [sweep_table(group) for group in sweeps(runs)]
+    for group in sweeps(runs):
+        found.append(sweep_table(group))
+    return found
 
 
 def notes(runs: Runs) -> list[str]:
