@@ -12,7 +12,8 @@ import datasets
 import torch
 import transformers
 from accelerate.utils.memory import clear_device_cache
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, entries_of
 from zero_recipes.config import recipe as recipes
@@ -64,15 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
     sampling.show_samples(rows, "before: the base model, after: the saved model")
     print(f"written: {written}")
     return 0
-
-
-def _output_dir(requested: Path | None, target: "Target") -> Path:
-    """Where samples.jsonl goes: the folder named, else output/ask-NAME. Raises Refusal where there is one."""
-    folder = requested or Path("output") / f"ask-{target.folder.resolve().name}"
-    if (folder / SAMPLES).exists():
-        raise refusal("ZR793", requested=folder / SAMPLES)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _add_perplexity(scores: dict[str, float | None]) -> None:
@@ -172,7 +164,7 @@ def _saved_dtype(folder: Path, trust_remote_code: bool) -> str:
     return DTYPES.get(elements.most_common(1)[0][0], "auto")
 
 
-def load_tokenizer(target: Target) -> PreTrainedTokenizerBase:
+def load_tokenizer(target: Target) -> Tokenizer:
     """The tokenizer beside the model, else the base's, whose tokens must be the same. Raises Refusal."""
     is_own = any((target.folder / name).is_file() for name in TOKENIZER)
     place = str(target.folder) if is_own else target.base
@@ -190,12 +182,12 @@ def load_tokenizer(target: Target) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _read_tokenizer(place: str, target: Target) -> PreTrainedTokenizerBase:
+def _read_tokenizer(place: str, target: Target) -> Tokenizer:
     with library_error_as_finding(f"reading the tokenizer of {place}"):
         return AutoTokenizer.from_pretrained(place, trust_remote_code=target.settings.trust_remote_code)
 
 
-def load(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, of_base: bool = False) -> PreTrainedModel:
+def load(target: Target, tokenizer: Tokenizer, device: str, of_base: bool = False) -> PreTrainedModel:
     """The model, an adapter on its base; `of_base`: the base of another, with a row for each of the model's tokens."""
     settings = target.settings
     name = target.base if of_base or target.is_adapter else str(target.folder)
@@ -227,23 +219,20 @@ def load(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, of_bas
     return model.to(device).eval()
 
 
-def read_questions(target: Target, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The prompts of `sample_prompts`, of the recipe or the command line. Raises Refusal.
-
-    Their references have the tokens of a training row.
-    """
+def read_questions(target: Target, tokenizer: Tokenizer) -> list[Sample]:
+    """The prompts of `sample_prompts`; their references have the tokens of a training row. Raises Refusal."""
     settings = target.settings
-    requested = settings.sample_prompts
-    args = recipes.trl_arguments(settings, target.recipe.path).training
-    rows = rows_to_ask(requested, None, settings)
-    samples = choose_samples(requested, rows, settings.dataset_format, tokenizer, settings.dataset_test_split)
+    training_args = recipes.trl_arguments(settings, target.recipe.path).training
+    prompts = settings.sample_prompts
+    rows = rows_to_ask(prompts, None, settings)
+    samples = choose_samples(prompts, rows, settings.dataset_format, tokenizer, settings.dataset_test_split)
     if not samples:
         raise refusal("ZR570", folder=target.folder)
-    return with_tokens(samples, tokenizer, args)
+    return with_tokens(samples, tokenizer, training_args)
 
 
 def answers_of_both(
-    target: Target, tokenizer: PreTrainedTokenizerBase, device: str, samples: list[Sample]
+    target: Target, tokenizer: Tokenizer, device: str, samples: list[Sample]
 ) -> tuple[sampling.Answers | None, sampling.Answers]:
     """Of the base (None without one; an adapter's is the model with it off) and of the model."""
     base = None
@@ -258,9 +247,7 @@ def answers_of_both(
     return base, _answers(target, model, tokenizer, samples)
 
 
-def _answers(
-    target: Target, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample]
-) -> sampling.Answers:
+def _answers(target: Target, model: PreTrainedModel, tokenizer: Tokenizer, samples: list[Sample]) -> sampling.Answers:
     """Greedy answers and reference losses, in the batches and the dtype of the run."""
     device = model.device
     most = target.settings.sample_max_new_tokens
@@ -275,11 +262,17 @@ def _answers(
     return answers
 
 
-def scores_of(answer: str, reference: str) -> dict[str, float]:
-    """`text_scores`, and ROUGE-1, ROUGE-2 and ROUGE-L (Lin, 2004) as F1.
+def _output_dir(requested: Path | None, target: Target) -> Path:
+    """Where samples.jsonl goes: the folder named, else output/ask-NAME. Raises Refusal where there is one."""
+    folder = requested or Path("output") / f"ask-{target.folder.resolve().name}"
+    if (folder / SAMPLES).exists():
+        raise refusal("ZR793", requested=folder / SAMPLES)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
-    By rouge_score with Porter's stemmer; it reads a-z and digits.
-    """
+
+def scores_of(answer: str, reference: str) -> dict[str, float]:
+    """`text_scores`, and ROUGE (Lin, 2004) as F1: rouge_score with Porter's stemmer, which reads a-z and digits."""
     from rouge_score import rouge_scorer
 
     scores = sampling.text_scores(answer, reference)

@@ -133,7 +133,7 @@ def _agree_on_the_end(model: Any, tokenizer: Any, target: ask.Target) -> list[st
 def _find_converter(folder: Path | None) -> Path:
     """llama.cpp's folder: the one named, else the pinned source distribution's. Raises Refusal.
 
-    A model that the converter does not know is the converter's to refuse: the safetensors are written by then.
+    The converter itself refuses a model that it does not know, when the safetensors are written.
     """
     for name in ("xllamacpp", "sentencepiece"):  # first what needs no download
         if importlib.util.find_spec(name) is None:

@@ -87,6 +87,7 @@ def _recommendation(rows: Sequence[Row]) -> list[str]:
 
 
 def _state_bytes(row: Row) -> float:
+    """Rows that do not know it are the largest."""
     return row["state_bytes"] or math.inf
 
 

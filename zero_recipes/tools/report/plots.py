@@ -72,9 +72,9 @@ def _draw_states(figure: Figure, runs: Runs) -> None:
         else:
             _in_place_of_bar(axes, place, run)
         if peak:
-            looks = {"fill": False, "edgecolor": INK, "linewidth": 1.1}
-            legend["measured peak"] = axes.bar(place + PEAK_SHIFT, peak / one, width - 0.04, **looks)
-            _above(axes, place + PEAK_SHIFT, peak / one, _written(peak, one), len(runs))
+            right = place + PEAK_SHIFT
+            legend["measured peak"] = axes.bar(right, peak / one, width - 0.04, fill=False, ec=INK, lw=1.1)
+            _above(axes, right, peak / one, _written(peak, one), len(runs))
     _names_below(axes, runs, highest)
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3)
 
@@ -94,8 +94,7 @@ def _draw_stack(axes: Axes, run: MeasuredRun, center: float, width: float, one: 
     top = 0.0
     for part, size in _states(run).items():
         colour, name = STATES[part]
-        looks = {"color": colour, "edgecolor": "white", "linewidth": 0.6}
-        legend[name] = axes.bar(center, size / one, width, top, **looks)
+        legend[name] = axes.bar(center, size / one, width, top, color=colour, ec="white", lw=0.6)
         top += size / one
     textbook = read.textbook(run)
     if not textbook:
