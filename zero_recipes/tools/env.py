@@ -31,38 +31,31 @@ def env(arguments: argparse.Namespace) -> int:
 def machine(host: Host) -> dict[str, Any]:
     """All that is shown; null where there is no limit or no such thing. `refusal`: torch's own words where this build
     of it could use a GPU and cannot."""
-    import datasets
     import torch
-    from huggingface_hub import constants
 
     from zero_recipes.checks.machine import driver_version, refusal_of_cuda
-    from zero_recipes.engine.kernels import build_root
 
-    memory, limit = host.memory()
-    locked, built_for = host.lockable(), torch.version.cuda
+    built_for = torch.version.cuda
     refusal = refusal_of_cuda() if built_for else ""
-    gpus = [] if refusal else map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    named = sorted(name for name in host.environment if VARIABLES.fullmatch(name))
-    folders = {
-        "this folder, output/": Path.cwd(),
-        "models": constants.HF_HUB_CACHE,
-        "prepared rows": datasets.config.HF_DATASETS_CACHE,
-        "compiled kernels": build_root(host.environment),
-        "ZeRO-Infinity": host.environment.get("ZERO_RECIPES_NVME_PATH"),
-    }
-    disks = {what: Path(folder) for what, folder in folders.items() if folder}
+    gpus = []
+    if not refusal:
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            gpus.append({"name": gpu.name, "memory": size(gpu.total_memory)})
+    free, limit = host.memory()
+    lockable = host.lockable()
     return {
-        "gpus": [{"name": gpu.name, "memory": size(gpu.total_memory)} for gpu in gpus],
+        "gpus": gpus,
         "cuda": {"driver": driver_version(host), "built_for": built_for, "refusal": refusal},
         "cpu": {"name": cpu_name(), "cores_of_machine": os.cpu_count(), "cores": host.cores()},
         "memory": {
             "machine": size(psutil.virtual_memory().total),
-            "free": size(memory),
+            "free": size(free),
             "limited_by": limit,
             "shared_memory_free": size(host.free_disk("/dev/shm")),
-            "lockable": None if math.isinf(locked) else size(locked),
+            "lockable": None if math.isinf(lockable) else size(lockable),
         },
-        "disks": [{"for": what, "path": str(path), "free": size(host.free_disk(path))} for what, path in disks.items()],
+        "disks": _disks(host),
         "build": {
             "cxx": host.compiler(),
             "python_headers": host.python_headers(),
@@ -71,5 +64,33 @@ def machine(host: Host) -> dict[str, Any]:
         },
         "infiniband": host.infiniband_devices(),
         "versions": library_versions() | {"zero-recipes": version_of("zero-recipes")},
-        "variables": {name: "(set, not shown)" if SECRET.search(name) else host.environment[name] for name in named},
+        "variables": _variables(host),
     }
+
+
+def _disks(host: Host) -> list[dict[str, str]]:
+    import datasets
+    from huggingface_hub import constants
+
+    from zero_recipes.engine.kernels import build_root
+
+    folders = {
+        "this folder, output/": Path.cwd(),
+        "models": constants.HF_HUB_CACHE,
+        "prepared rows": datasets.config.HF_DATASETS_CACHE,
+        "compiled kernels": build_root(host.environment),
+        "ZeRO-Infinity": host.environment.get("ZERO_RECIPES_NVME_PATH"),
+    }
+    disks = []
+    for purpose, folder in folders.items():
+        if folder:
+            disks.append({"for": purpose, "path": str(Path(folder)), "free": size(host.free_disk(folder))})
+    return disks
+
+
+def _variables(host: Host) -> dict[str, str]:
+    shown = {}
+    for name, value in sorted(host.environment.items()):
+        if VARIABLES.fullmatch(name):
+            shown[name] = "(set, not shown)" if SECRET.search(name) else value
+    return shown

@@ -10,7 +10,7 @@ from zero_recipes.tools.arguments import parse_arguments
 def main(argv: list[str] | None = None) -> int:
     """Run one verb. Returns the exit code: 0 done, 1 a run or a check failed, 2 refused."""
     quieten_loggers()
-    with_traceback = "--traceback" in (sys.argv if argv is None else argv)
+    with_traceback = "--traceback" in (argv or sys.argv)
     arguments = parse_arguments(argv, __doc__)
     try:
         return arguments.func(arguments)

@@ -15,7 +15,12 @@ from zero_recipes.tools.plan.job import HOSTS, MACHINE_RANK, read_request
 from zero_recipes.tools.plan.predict import Predictor
 
 SKYPILOT = {"a100-80gb": "A100-80GB", "v100-32gb": "V100-32GB"}  # of others the name's first part
-WRITTEN = {"sky.yaml": "sky jobs launch", "sbatch": "sbatch", "k8s.yaml": "kubectl apply -f"}  # each with its command
+# file: the command that submits it
+WRITTEN = {
+    "sky.yaml": "sky jobs launch",
+    "sbatch": "sbatch",
+    "k8s.yaml": "kubectl apply -f",
+}
 
 
 def rent(arguments: argparse.Namespace) -> int:
@@ -23,12 +28,24 @@ def rent(arguments: argparse.Namespace) -> int:
     with working("planning"):
         request = read_request(arguments, arguments.overrides)
         answer = answer_by(Predictor(quick=True), arguments, request)
-        answer = answer if arguments.quick else simulated(answer, arguments, Predictor())
+        if not arguments.quick:
+            answer = simulated(answer, arguments, Predictor())
     job = answer.advice.job
     if job is None:
         raise refusal("ZR906", recipe=arguments.recipe, gpus=arguments.gpus, gpu=arguments.gpu)
-    recipe = Path(arguments.recipe.name) if arguments.recipe.is_relative_to(FILES) else arguments.recipe
+    recipe = arguments.recipe
+    if recipe.is_relative_to(FILES):
+        recipe = Path(recipe.name)
     words = shlex.split(request.command(job))
+
+    def command(rank: str, recipe: Path = recipe) -> str:
+        """In a shell where HOSTS names the machines and `rank` is this one's."""
+        shell = {word: shlex.quote(word) for word in words}
+        shell[str(arguments.recipe)] = shlex.quote(str(recipe))
+        shell[HOSTS] = '"$HOSTS"'
+        shell[MACHINE_RANK] = f'"${rank}"'
+        return " ".join(shell[word] for word in words)
+
     values = {
         "name": recipe.stem.replace("_", "-").replace(".", "-").lower(),
         "recipe": recipe,
@@ -38,16 +55,15 @@ def rent(arguments: argparse.Namespace) -> int:
         "gpu": request.gpu.name,
         "accelerator": SKYPILOT.get(request.gpu.name, request.gpu.name.partition("-")[0].upper()),
         "image": arguments.image,
+        "command": command,
     }
-
-    def command(rank: str, recipe: Path = recipe) -> str:
-        """In a shell where HOSTS names the machines and `rank` is this one's."""
-        shell = {HOSTS: '"$HOSTS"', MACHINE_RANK: f'"${rank}"', str(arguments.recipe): shlex.quote(str(recipe))}
-        return " ".join(shell.get(word) or shlex.quote(word) for word in words)
-
     loader = PackageLoader("zero_recipes.tools", "templates")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    files = {arguments.output_dir / f"{recipe.stem}.{kind}": kind for kind in WRITTEN}
-    write_new({f: environment.get_template(f"{kind}.j2").render(values, command=command) for f, kind in files.items()})
-    print(*(f"{WRITTEN[kind]} {file}" for file, kind in files.items()), sep="\n")
+    files = {}
+    for kind in WRITTEN:
+        file = arguments.output_dir / f"{recipe.stem}.{kind}"
+        files[file] = environment.get_template(f"{kind}.j2").render(values)
+    write_new(files)
+    for file, submit in zip(files, WRITTEN.values(), strict=True):
+        print(submit, file)
     return 0

@@ -32,7 +32,9 @@ def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
     return verb
 
 
-tune, export, rent = map(_elsewhere, ("tune", "export", "rent"))
+tune = _elsewhere("tune")
+export = _elsewhere("export")
+rent = _elsewhere("rent")
 
 
 def fetch(arguments: argparse.Namespace) -> int:
@@ -44,9 +46,12 @@ def fetch(arguments: argparse.Namespace) -> int:
     settings = recipes.parse_recipe(arguments.recipe, mapping, []).settings
     model = fetch_model(settings)
     print(f"{settings.model_name_or_path}: {units.size(_bytes_in(model.rglob('*')))}")
-    files = {file["filename"] for split in load_splits(settings)[0].values() for file in split.cache_files}
+    splits, *_ = load_splits(settings)
+    files = set()
+    for split in splits.values():
+        files.update(Path(file["filename"]) for file in split.cache_files)
     named = settings.dataset_name or ", ".join(entry["path"] for entry in settings.datasets)
-    print(f"{named}: {units.size(_bytes_in(map(Path, files)))}")
+    print(f"{named}: {units.size(_bytes_in(files))}")
     fetch_kernel(settings.attn_implementation)
     return 0
 
@@ -55,14 +60,16 @@ def fetch_model(settings) -> Path:
     """The folder of configuration, tokenizer and weights: safetensors, or *.bin in repositories that have none."""
     from huggingface_hub import HfApi, snapshot_download
 
-    name, revision = str(settings.model_name_or_path), settings.model_revision
+    name = str(settings.model_name_or_path)
+    revision = settings.model_revision
     if Path(name).is_dir():
         return Path(name)
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
     with library_error_as_finding(f"downloading the model {name}"):
         if not settings.random_weights:
             files = HfApi().list_repo_files(name, revision=revision)
-            patterns.append("*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin")
+            has_safetensors = any(file.endswith(".safetensors") for file in files)
+            patterns.append("*.safetensors" if has_safetensors else "*.bin")
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
@@ -73,7 +80,8 @@ def fetch_kernel(attn_implementation: str | None) -> None:
     kernel = attention_name(attn_implementation)
     if kernel is None or "/" not in kernel:  # an installed package, or torch's own
         return
-    repository, _, revision = kernel.partition(":")[0].partition("@")  # of "owner/name@revision:function"
+    # "owner/name@revision:function"
+    repository, _, revision = kernel.partition(":")[0].partition("@")
     try:
         from kernels import install_kernel
 
@@ -101,14 +109,16 @@ def sweep(arguments: argparse.Namespace) -> int:
 
     output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
     strategies = arguments.strategies or list(STAGES)
-    everything = strategies == ["all"]
-    strategies = EVERY if everything else strategies
+    takes_all = strategies == ["all"]
+    if takes_all:
+        strategies = EVERY
     runs = (arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)
-    ended = set(sweep(*runs, sets=arguments.sets).values())
+    statuses = sweep(*runs, sets=arguments.sets).values()
     print(f"zero-recipes report {output_dir}")
-    # where values or all strategies are tried, what cannot run here is an answer too
-    fine = {"ok", "refused"} if everything or (arguments.sets and "ok" in ended) else {"ok"}
-    return 0 if ended <= fine else 1
+    fine = {"ok"}
+    if takes_all or (arguments.sets and "ok" in statuses):
+        fine.add("refused")  # where values or all strategies are tried, what cannot run here is an answer too
+    return 0 if fine.issuperset(statuses) else 1
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -121,9 +131,9 @@ def report(arguments: argparse.Namespace) -> int:
 def verify(arguments: argparse.Namespace) -> int:
     from zero_recipes.tools.verify import verify
 
-    whole = verify(arguments.folder, arguments.deep, arguments.skip_checksums, arguments.trust_remote_code)
-    found = "{tensors} tensors, {parameters:,} parameters, {bytes:,} bytes".format_map(whole)
-    print(f"{arguments.folder}: complete, {found}")
+    found = verify(arguments.folder, arguments.deep, arguments.skip_checksums, arguments.trust_remote_code)
+    counts = "{tensors} tensors, {parameters:,} parameters, {bytes:,} bytes".format_map(found)
+    print(f"{arguments.folder}: complete, {counts}")
     return 0
 
 
@@ -145,10 +155,12 @@ def reshard(arguments: argparse.Namespace) -> int:
     from zero_recipes.checkpoint.save import read_manifest
     from zero_recipes.tools.reshard import reshard, resume_command
 
-    to = (arguments.world_size, arguments.stage)
-    folder, batch = reshard(arguments.checkpoint, *to, arguments.skip_checksums, arguments.trust_checkpoint)
-    print(f"written: {folder}", f"global batch unchanged: {batch.total} sequences ({batch})", sep="\n")
-    print(f"resume with:\n{resume_command(folder, batch, read_manifest(folder)['strategy'])}")
+    layout = (arguments.world_size, arguments.stage)
+    folder, batch = reshard(arguments.checkpoint, *layout, arguments.skip_checksums, arguments.trust_checkpoint)
+    strategy = read_manifest(folder)["strategy"]
+    print(f"written: {folder}")
+    print(f"global batch unchanged: {batch.total} sequences ({batch})")
+    print(f"resume with:\n{resume_command(folder, batch, strategy)}")
     return 0
 
 
@@ -156,7 +168,7 @@ def ask(arguments: argparse.Namespace) -> int:
     quieten()
     from zero_recipes.tools.ask import run
 
-    return run(arguments, arguments.overrides)
+    return run(arguments)
 
 
 def explain(arguments: argparse.Namespace) -> int:
@@ -166,9 +178,13 @@ def explain(arguments: argparse.Namespace) -> int:
         return REFUSED
     row = described(code)
     print(f"{code} ({row['area']}, {row['level']}): {row['what']}")
-    print(*(f"    {part}: {row[part]}" for part in ("why", "fix", "source") if part in row), sep="\n")
+    for part in ("why", "fix", "source"):
+        if part in row:
+            print(f"    {part}: {row[part]}")
     if "ignore" in row:
         print(f"    --ignore {code} makes it a warning: {row['ignore']}")
     if "example" in row:
-        print("", "example:", *(f"    {line}" for line in row["example"].splitlines()), sep="\n")
+        print("\nexample:")
+        for line in row["example"].splitlines():
+            print(f"    {line}")
     return 0

@@ -2,36 +2,47 @@
 
 import json
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from zero_recipes.core import units, zero_paper
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.tables import Column, Row
 from zero_recipes.metrics.read_runs import MeasuredRun
-from zero_recipes.metrics.schema import ORDER
+from zero_recipes.metrics.schema import ORDER, PredictedMetrics, Tokens
 
 BYTES_PER_VALUE = {"bf16": 2, "fp16": 2, "fp32": 4}
-FINAL_STEPS = 5
-STATE_PARTS = {"params_bytes": "params", "grads_bytes": "grads", "optimizer_bytes": "optimizer",
-               "host_bytes": "offloaded_host", "disk_bytes": "offloaded_disk"}  # fmt: skip
+FINAL_STEPS = 5  # one step alone is mostly noise
 # keys of a row that are fields of metrics.json
-COPIED = ("label", "strategy", "compared", "status", "device", "world_size", "precision", "model", "parameters", "mfu",
-          "swept")  # fmt: skip
+IDENTITY = ("label", "strategy", "compared", "status", "device", "world_size", "precision", "model", "parameters")
+# keys of a row that are fields of the fullest rank's model states
+STATES = {
+    "state_bytes": "total",
+    "params_bytes": "params",
+    "grads_bytes": "grads",
+    "optimizer_bytes": "optimizer",
+    "host_bytes": "offloaded_host",
+    "disk_bytes": "offloaded_disk",
+}
+# ZeRO's stage of the strategies that the textbook covers
+STAGES = {"ddp": 0, "zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3}
+
+Runs = Sequence[MeasuredRun]
 
 
-def comparison(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+def comparison(runs: Runs) -> list[MeasuredRun]:
     """The runs of strategies: folder and strategy have the same name."""
     return [run for run in runs if run.compared]
 
 
-def single_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+def single_runs(runs: Runs) -> list[MeasuredRun]:
     """Everything else, such as a full training run beside the sweep; no run of a sweep of values."""
     return [run for run in runs if not run.compared and run.swept is None]
 
 
-def sweeps(runs: Sequence[MeasuredRun]) -> list[list[MeasuredRun]]:
+def sweeps(runs: Runs) -> list[list[MeasuredRun]]:
     """The runs of each sweep of values: those whose values were set for the same keys."""
     by_keys: dict[tuple[str, ...], list[MeasuredRun]] = {}
     for run in runs:
@@ -40,7 +51,7 @@ def sweeps(runs: Sequence[MeasuredRun]) -> list[list[MeasuredRun]]:
     return list(by_keys.values())
 
 
-def baseline(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
+def baseline(runs: Runs) -> MeasuredRun | None:
     """The run that the others are compared with: ddp, or zero0 where ddp is missing or did not finish."""
     finished = {run.strategy: run for run in comparison(runs) if run.status == "ok"}
     return finished.get("ddp") or finished.get("zero0")
@@ -49,118 +60,130 @@ def baseline(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
 def textbook(run: MeasuredRun) -> float | None:
     """The formula's bytes for this run, or None where no formula covers it (offload, ZeRO++, unknown size)."""
     strategy = run.strategy.removesuffix("_bf16_states")
-    if strategy not in (*ORDER, "fsdp2") or not run.parameters or not run.world_size or run.precision is None:
+    if strategy not in STAGES or not run.parameters or not run.world_size or run.precision is None:
         return None
-    stage = 3 if strategy == "fsdp2" else max(ORDER.index(strategy) - 1, 0)
-    sizes = (run.parameters, run.world_size, stage, run.trainable_parameters)
-    # under autocast DDP keeps fp32 weights, gradients and Adam; FSDP2's fp32 shards are their own master
-    if run.precision == "fp32" or strategy in ("ddp", "fsdp2"):
-        return zero_paper.model_state_bytes(*sizes, zero_paper.FP32).total
-    each = zero_paper.MIXED if strategy == run.strategy else zero_paper.MIXED._replace(optimizer=6)
-    return zero_paper.model_state_bytes(*sizes, each).total
-
-
-def planned_peak(run: MeasuredRun) -> int | None:
-    """Bytes allocated at the planned peak; None on CPUs, which allocate nothing to compare it with."""
-    return run.predicted.peak_memory_bytes if run.predicted and run.device != "cpu" else None
+    bytes_per_parameter = zero_paper.MIXED
+    if run.precision == "fp32" or run.strategy in ("ddp", "fsdp2"):
+        # under autocast DDP keeps fp32 weights, gradients and Adam; FSDP2's fp32 shards are their own master
+        bytes_per_parameter = zero_paper.FP32
+    elif strategy != run.strategy:
+        bytes_per_parameter = zero_paper.MIXED._replace(optimizer=6)
+    sizes = (run.parameters, run.world_size, STAGES[strategy], run.trainable_parameters)
+    return zero_paper.model_state_bytes(*sizes, bytes_per_parameter).total
 
 
 def relative_speed(run: MeasuredRun, reference: MeasuredRun | None) -> float | None:
     """Tokens per second as a share of the baseline's; None for runs outside the comparison."""
     if reference is None or not run.compared:
         return None
-    own, base = run.speed, reference.speed
-    return own / base if own is not None and base else None
+    return _ratio(run.speed, reference.speed)
 
 
-def in_phi(run: MeasuredRun, sent: Mapping[str, int] | None) -> float | None:
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    """None where one of them is not known or the whole is 0."""
+    if part is None or not whole:
+        return None
+    return part / whole
+
+
+def _volume_in_phi(run: MeasuredRun, sent: Mapping[str, int] | None) -> float | None:
     """Bytes by collective, as the paper counts them, in units of Φ, the trainable parameters in the run's precision."""
     if sent is None or not run.trainable_parameters or run.precision is None:
         return None
-    return zero_paper.paper_volume(sent) / (run.trainable_parameters * BYTES_PER_VALUE[run.precision])
+    phi = run.trainable_parameters * BYTES_PER_VALUE[run.precision]
+    return zero_paper.paper_volume(sent) / phi
 
 
-def paper_in_phi(run: MeasuredRun) -> float | None:
+def _paper_in_phi(run: MeasuredRun) -> float | None:
     """What the paper of the strategy says, in Φ: ZeRO's, or ZeRO++'s for what crosses between nodes."""
     if run.communication_bytes_per_step is None:
         return None
-    if run.strategy in ORDER or run.strategy.endswith(("_offload", "_infinity")):
-        return float(zero_paper.communication_units(run.zero_stage or 0)) if (run.world_size or 1) > 1 else None
-    parts = zero_paper.PLUS_PLUS.get(run.strategy)
-    return None if parts is None else zero_paper.plus_plus_units(**parts)
+    if run.strategy in zero_paper.PLUS_PLUS:
+        return zero_paper.plus_plus_units(**zero_paper.PLUS_PLUS[run.strategy])
+    is_zero = run.strategy in ORDER or run.strategy.endswith(("_offload", "_infinity"))
+    if not is_zero or (run.world_size or 1) == 1:
+        return None
+    return float(zero_paper.communication_units(run.zero_stage or 0))
 
 
-def table_rows(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
+def table_rows(runs: Runs) -> list[dict[str, Any]]:
     """One dict per run: sizes in bytes, times in seconds, None for what is not known."""
     reference = baseline(runs)
     return [_row(run, reference) for run in runs]
 
 
 def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
-    rank, expected, sent = run.fullest_rank, textbook(run), run.communication_bytes_per_step
-    total = rank.total if rank else None
-    last = (run.loss_history or [])[-FINAL_STEPS:]  # one step alone is mostly noise
+    row = {key: getattr(run, key) for key in IDENTITY}
+    row |= {"mfu": run.mfu, "swept": run.swept, "folder": run.folder.name}
+    for key, part in STATES.items():
+        row[key] = getattr(run.fullest_rank, part, None)
+    expected = textbook(run)
+    predicted = run.predicted or PredictedMetrics()
+    tokens = run.tokens or Tokens()
+    sent = run.communication_bytes_per_step
+    losses = run.loss_history or []
+    last = losses[-FINAL_STEPS:]
     code, reason = _why_ended(run)
-    return {key: getattr(run, key) for key in COPIED} | {
-        "folder": run.folder.name,
-        "state_bytes": total,
-        **{key: getattr(rank, part, None) for key, part in STATE_PARTS.items()},
+    return row | {
         "textbook_bytes": expected,
-        "state_over_textbook": total / expected if total is not None and expected else None,
-        "planned_state_bytes": run.predicted.state_bytes if run.predicted else None,
+        "state_over_textbook": _ratio(row["state_bytes"], expected),
+        "planned_state_bytes": predicted.state_bytes,
         "peak_allocated_bytes": run.peak("allocated"),
-        "planned_peak_bytes": planned_peak(run),
+        # CPUs allocate nothing to compare it with
+        "planned_peak_bytes": None if run.device == "cpu" else predicted.peak_memory_bytes,
         "resident_bytes": run.peak("rss"),
         "tokens_per_second": run.speed,
         "relative_speed": relative_speed(run, reference),
-        "non_padding_share": _share_of_tokens(run, "non_padding"),
-        "supervised_share": _share_of_tokens(run, "supervised"),
+        "non_padding_share": _ratio(tokens.non_padding, tokens.all),
+        "supervised_share": _ratio(tokens.supervised, tokens.all),
         "step_seconds_median": run.step_seconds.median if run.step_seconds else None,
         "communication_bytes": None if sent is None else zero_paper.paper_volume(sent),
-        "communication_in_phi": in_phi(run, sent),
-        "between_nodes_in_phi": in_phi(run, run.communication_bytes_between_nodes),
-        "paper_in_phi": paper_in_phi(run),
-        "steps": len(run.loss_history or []),
-        "final_loss": sum(last) / len(last) if last else None,
+        "communication_in_phi": _volume_in_phi(run, sent),
+        "between_nodes_in_phi": _volume_in_phi(run, run.communication_bytes_between_nodes),
+        "paper_in_phi": _paper_in_phi(run),
+        "steps": len(losses),
+        "final_loss": _ratio(sum(last), len(last)),
         "code": code,
         "reason": reason,
     }
 
 
-def _share_of_tokens(run: MeasuredRun, kind: str) -> float | None:
-    """Of all tokens of the run, padding included, those that are "non_padding" or "supervised"."""
-    count = getattr(run.tokens, kind) if run.tokens else None
-    return count / run.tokens.all if count is not None and run.tokens.all else None
-
-
 def _why_ended(run: MeasuredRun) -> tuple[str | None, str | None]:
     """(code, reason in one line) of a run that did not end well; a code only where it was refused."""
-    if run.status == "ok" or not run.error:
+    if run.status == "ok":
         return None, None
-    if run.failure is None or run.failure.reason is None:
-        return None, run.error.strip().split("\n")[0]
-    return run.failure.code, run.failure.reason
+    if run.failure and run.failure.reason:
+        return run.failure.code, run.failure.reason
+    return None, (run.error or "").strip().partition("\n")[0] or None
 
 
-def setting(runs: Sequence[MeasuredRun]) -> str:
+def setting(runs: Runs) -> str:
     """Model, machine and precision in one line; CPU runs say that they are no GPU."""
     first = next((run for run in runs if run.model and run.device and run.world_size), runs[0])
     model = (first.model or "unknown model").removeprefix("./")
-    processes = f"{first.world_size or '?'} x {first.device or 'unknown device'}"
+    count = first.world_size or "?"
+    machine = f"{count} x {first.device or 'unknown device'}"
     if first.device == "cpu":
-        processes = f"{first.world_size} CPU process{'es' * (first.world_size > 1)}, no GPU"
-    return ", ".join(part for part in (model, processes, first.precision) if part)
+        machine = f"{count} CPU process{'' if count == 1 else 'es'}, no GPU"
+    known = f"{model}, {machine}"
+    return f"{known}, {first.precision}" if first.precision else known
 
 
 # tables
 
 LONGEST_REASON = 72  # characters
-WRITTEN: dict[str, Callable[[Any], str]] = {
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{units.significant(value)} s"
+
+
+WRITTEN = {
     "size": units.size,
     "size_above_zero": lambda value: units.size(value or None),
     "count": units.count,
     "percent": units.percent,
-    "seconds": lambda value: "" if value is None else f"{units.significant(value)} s",
+    "seconds": _seconds,
     "hundredths": lambda value: units.fixed(value, 2),
     "hundredths_above_zero": lambda value: units.fixed(value or None, 2),
     "loss": lambda value: units.fixed(value, 4),
@@ -183,40 +206,57 @@ class Table(NamedTuple):
         return self.memory + self.speed
 
 
-def tables(runs: Sequence[MeasuredRun]) -> list[Table]:
+def tables(runs: Runs) -> list[Table]:
     """Of the comparison, of single runs and of each sweep; empty ones are left out."""
+    found = []
     groups = {"Comparison": comparison(runs), "Single runs": single_runs(runs)}
-    found = [runs_table(group, f"{title}: {setting(group)}") for title, group in groups.items() if group]
-    return [*found, *map(sweep_table, sweeps(runs))]
+    for title, group in groups.items():
+        if group:
+            found.append(runs_table(group, f"{title}: {setting(group)}"))
+    for group in sweeps(runs):
+        found.append(sweep_table(group))
+    return found
 
 
-def notes(runs: Sequence[MeasuredRun]) -> list[str]:
+def notes(runs: Runs) -> list[str]:
     """What a reader needs to know about the columns that are shown."""
-    shown = {column.header for table in tables(runs) for column in table.measured}
-    listed = texts()["memory"] + texts()["speed"]
-    return [column["note"] for column in listed if "note" in column and column["header"] in shown]
+    shown = set()
+    for table in tables(runs):
+        shown.update(column.header for column in table.measured)
+    columns = texts()["memory"] + texts()["speed"]
+    return [column["note"] for column in columns if "note" in column and column["header"] in shown]
 
 
-def runs_table(runs: Sequence[MeasuredRun], title: str = "") -> Table:
+def runs_table(runs: Runs, title: str = "") -> Table:
     """A row a run."""
-    chosen = table_rows(runs)
-    named = [Column("Run", lambda row: row["label"]), Column("Status", lambda row: row["status"])]
-    return Table(title, named, _columns("memory", chosen), _columns("speed", chosen), chosen)
+    rows = table_rows(runs)
+    named = [Column("Run", itemgetter("label")), Column("Status", itemgetter("status"))]
+    return Table(title, named, _columns("memory", rows), _columns("speed", rows), rows)
 
 
-def sweep_table(runs: Sequence[MeasuredRun]) -> Table:
+def sweep_table(runs: Runs) -> Table:
     """The runs of one sweep: the values that were set, what was measured, and why what did not run did not."""
-    chosen, keys = table_rows(runs), list(runs[0].swept)
-    cell = lambda value: f"{value:,}" if type(value) is int else value_text(value)  # noqa: E731
-    named = [Column(name, lambda row, key=key: cell(row["swept"][key])) for key, name in short_names(keys).items()]
-    if len({row["strategy"] for row in chosen}) > 1:
-        named.append(Column("Strategy", lambda row: row["strategy"]))
-    measured = _columns("memory", chosen, texts()["swept"]) + _columns("speed", chosen, texts()["swept"])
-    measured.append(Column("Status", lambda row: row["status"]))
-    if any(row["reason"] for row in chosen):
-        words = lambda row: " ".join(filter(None, (row["code"], row["reason"])))  # noqa: E731
-        measured.append(Column("Reason", lambda row: textwrap.shorten(words(row), LONGEST_REASON, placeholder="…")))
-    return Table(f"Sweep of {', '.join(keys)}: {setting(runs)}", named, measured, [], chosen)
+    rows = table_rows(runs)
+    keys = list(runs[0].swept)
+    named = [Column(name, partial(_swept_cell, key)) for key, name in short_names(keys).items()]
+    if len({row["strategy"] for row in rows}) > 1:
+        named.append(Column("Strategy", itemgetter("strategy")))
+    shown = texts()["swept"]
+    measured = _columns("memory", rows, shown) + _columns("speed", rows, shown)
+    measured.append(Column("Status", itemgetter("status")))
+    if any(row["reason"] for row in rows):
+        measured.append(Column("Reason", _reason_cell))
+    return Table(f"Sweep of {', '.join(keys)}: {setting(runs)}", named, measured, [], rows)
+
+
+def _swept_cell(key: str, row: Row) -> str:
+    value = row["swept"][key]
+    return f"{value:,}" if type(value) is int else value_text(value)
+
+
+def _reason_cell(row: Row) -> str:
+    reason = f"{row['code'] or ''} {row['reason'] or ''}"
+    return textwrap.shorten(reason, LONGEST_REASON, placeholder="…")
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -230,15 +270,25 @@ def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _columns(about: str, chosen: Sequence[Row], keys: Sequence[str] = ()) -> list[Column]:
-    """The columns "memory" or "speed" (those of `keys`, if given) in which some row has a value. Resident memory takes
-    the place of the allocated peak where there is no accelerator."""
-    reference = next((row["label"] for row in chosen if row["relative_speed"] == 1), "baseline")
-    hidden = {"resident_bytes"} if any(row["peak_allocated_bytes"] for row in chosen) else {"peak_allocated_bytes"}
-    listed = [column for column in texts()[about] if column["key"] not in hidden]
-    found = [
-        Column(header.replace("baseline", reference), lambda row, key=key, shown=shown: WRITTEN[shown](row[key]))
-        for header, key, shown in ((column["header"], column["key"], column["as"]) for column in listed)
-        if not keys or key in keys
-    ]
-    return [column for column in found if any(map(column.cell, chosen))]
+def _columns(about: str, rows: Sequence[Row], keys: Sequence[str] = ()) -> list[Column]:
+    """The columns "memory" or "speed" (those of `keys`, if given) in which some row has a value.
+
+    Resident memory takes the place of the allocated peak where there is no accelerator.
+    """
+    has_accelerator = any(row["peak_allocated_bytes"] for row in rows)
+    hidden = "resident_bytes" if has_accelerator else "peak_allocated_bytes"
+    reference = next((row["label"] for row in rows if row["relative_speed"] == 1), "baseline")
+    found = []
+    for text in texts()[about]:
+        key = text["key"]
+        if key == hidden or (keys and key not in keys):
+            continue
+        header = text["header"].replace("baseline", reference)
+        column = Column(header, partial(_cell, key, WRITTEN[text["as"]]))
+        if any(map(column.cell, rows)):
+            found.append(column)
+    return found
+
+
+def _cell(key: str, written: Any, row: Row) -> str:
+    return written(row[key])
