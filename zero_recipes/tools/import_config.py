@@ -73,8 +73,7 @@ def import_(arguments: argparse.Namespace) -> int:
     draft = translated(arguments.file, recipe)
     refused = []
     for key in sorted(draft.changes.keys() - set(arguments.allow or ())):
-        effect = draft.changes[key]
-        refused.append(finding("ZR894", key=key, effect=effect, file=draft.path, source=draft.source))
+        refused.append(finding("ZR894", key=key, effect=draft.changes[key], file=draft.path, source=draft.source))
     raise_errors(refused)
     print(*draft.remarks(), sep="\n")
     write_new({recipe: draft.text()} | draft.files)
@@ -168,9 +167,8 @@ def _translate(draft: Draft, key: str) -> None:
             value = [value]
         draft.put(why, **{row["to"]: value}, **row.get("sets", {}))
     elif "within" in row and value:
-        for outer, inner in row["within"].items():
-            draft.put(why, **{outer: {inner: value}})
-        draft.put(why, **row["sets"])
+        [(outer, inner)] = row["within"].items()
+        draft.put(why, **{outer: {inner: value}}, **row["sets"])
 
     if value not in (False, 0, "", [], {}):
         for kind in {"note", "loses", "changes"} & row.keys():
@@ -276,14 +274,16 @@ def _upwards(path: Path, named: str) -> Path | None:
     return None
 
 
-def _entry(path: str, columns: Mapping[str, str | None], **more: Any) -> dict[str, Any]:
-    """An entry of `datasets`; what is empty is left out. `columns`: {ours: theirs}."""
+def _entry(path: str, columns: Mapping[str, str | None], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of `datasets`. `columns`: {ours: theirs}; `theirs`: keys that keep their names."""
     kind = FORMATS.get(Path(path).suffix)
     entry = {"path": kind, "data_files": path} if kind else {"path": path}
-    renamed = {new: old for new, old in columns.items() if old not in (None, new)}
-    for key, value in ({"columns": renamed} | more).items():
-        if value:
-            entry[key] = value
+    for new, old in columns.items():
+        if old not in (None, new):
+            entry.setdefault("columns", {})[new] = old
+    for key in ("name", "split", "data_files", "dataset_format"):
+        if theirs.get(key):
+            entry[key] = theirs[key]
     return entry
 
 
@@ -313,14 +313,7 @@ def _axolotl_data(draft: Draft) -> None:
         columns = {"messages": one.get("field_messages")}
         if kinds == {"completion"}:
             columns = {"text": one.get("field")}
-        entry = _entry(
-            one["path"],
-            columns,
-            name=one.get("name"),
-            split=one.get("split"),
-            data_files=one.get("data_files"),
-        )
-        entries.append(entry)
+        entries.append(_entry(one["path"], columns, one))
     draft.put("datasets", datasets=entries)
 
     if kinds == {"alpaca"}:
@@ -372,7 +365,7 @@ def _factory_adapter(draft: Draft) -> None:
 
 
 def _factory_data(draft: Draft) -> None:
-    """The data sets that are named, by dataset_info.json: on the disk, or of a repository that the table knows."""
+    """By dataset_info.json on the disk, or of a repository that the table knows."""
     repository = str(draft.theirs.get("dataset_dir", "data")).removeprefix("REMOTE:")
     info = _upwards(draft.path, f"{repository}/dataset_info.json")
     subsets = table("LLaMA-Factory")["remote"]
@@ -401,7 +394,7 @@ def _factory_data(draft: Draft) -> None:
         if count:
             split = f"{split or 'train'}[:{count}]"
         ours = {renamed[key]: old for key, old in columns.items()}
-        entries.append(_entry(path, ours, split=split, name=row.get("subset")))
+        entries.append(_entry(path, ours, {"split": split, "name": row.get("subset")}))
     draft.put("dataset, by dataset_info.json", datasets=entries)
 
 
@@ -419,7 +412,7 @@ def _torchtune(draft: Draft) -> None:
 
 
 def _torchtune_launch(draft: Draft) -> None:
-    """The model's name and the number of processes: comments at the top of a file show the commands."""
+    """Comments at the top of a file show the commands, with the model's name and the number of processes."""
     text = draft.path.read_text(encoding="utf-8")
     folder = str(draft.theirs.get("checkpointer.checkpoint_dir"))
     names = [name for name in re.findall(r"tune download (\S+)", text) if name.rpartition("/")[2] in folder]
@@ -444,15 +437,8 @@ def _torchtune_data(draft: Draft) -> bool:
         odd = [key for key in one if key not in known["read"] and one[key] is not None]
         if odd or builder not in known["data"]:
             draft.changes["dataset"] = f"{one.get('_component_')}, {odd or 'of this kind'}, is not supported"
-        entry = _entry(
-            str(one.get("source", row["path"])),
-            one.get("column_map") or {"messages": one.get("conversation_column")},
-            name=one.get("name"),
-            split=one.get("split"),
-            data_files=one.get("data_files"),
-            dataset_format=one.get("dataset_format", row.get("dataset_format")),
-        )
-        entries.append(entry)
+        columns = one.get("column_map") or {"messages": one.get("conversation_column")}
+        entries.append(_entry(str(one.get("source", row["path"])), columns, row | one))
         kinds.add((bool(one.get("train_on_input", row["all"])), bool(one.get("packed"))))
     if len(kinds) > 1:
         draft.changes["dataset"] = "only some data sets have a loss on prompts, or packing"

@@ -20,6 +20,7 @@ import os
 import pickle
 import re
 import shutil
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.files import PART
 from zero_recipes.core.findings import Refusal, finding, first_line, refusal
 from zero_recipes.engine.huggingface import load_without_code
+
+Shapes = dict[str, tuple[int, ...]]  # of a group's parameters, by name
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py", "rng_state*.pth", save.MANIFEST)
@@ -198,8 +201,8 @@ def _step_counters(base: dict[str, Any]) -> set[int]:
     return {int(step) for step in counted}
 
 
-def _described(group: dict[str, Any], shapes: list[dict[str, tuple[int, ...]]]) -> dict[str, Any]:
-    """The hyperparameters of a group of the optimizer, and the names of its parameters."""
+def _described(group: dict[str, Any], shapes: list[Shapes]) -> dict[str, Any]:
+    """A group of the optimizer: its hyperparameters, and the names of its parameters."""
     described = {key: group[key] for key in HYPERPARAMETERS if key in group}
     described["names"] = []
     for flat in group["params"]:
@@ -215,12 +218,12 @@ def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
     goes, so that no more than one parameter is in memory at a time. Raises RuntimeError if one is cut off.
     """
     place = source.places[name]
-    parts: dict[str, list[torch.Tensor]] = {key: [] for key in ("fp32", *ADAM_STATES)}
+    parts = defaultdict(list)
     for rank, start, count in place.pieces:
         _, flats, base = _states_of(source.files[rank], source.trusted)
         tensors = base["state"][place.group] | {"fp32": flats[place.group]}
-        for key, pieces in parts.items():
-            pieces.append(tensors[key][start : start + count])
+        for key in ("fp32", *ADAM_STATES):
+            parts[key].append(tensors[key][start : start + count])
     return {key: torch.cat(pieces).view(place.shape) for key, pieces in parts.items()}
 
 
@@ -276,16 +279,12 @@ def _unreadable(folder: Path, model: dict[str, Any]) -> str | None:
 
 
 def _places(
-    flats: list[torch.Tensor],
-    states: dict[str, Any],
-    stage: int,
-    world_size: int,
-    shapes: list[dict[str, tuple[int, ...]]],
+    flats: list[torch.Tensor], states: dict[str, Any], stage: int, world_size: int, shapes: list[Shapes]
 ) -> dict[str, Place]:
     """Where every parameter is, by name.
 
     `states`: the optimizer's of rank 0, whose partitions are never cut short; `flats`: their flat groups.
-    `shapes`: of the parameters of each group, in the order of `param_shapes`.
+    `shapes`: of each group, in the order of `param_shapes`.
     """
     places = {}
     aligned = states.get("param_alignment_paddings")  # not at stage 3, nor before DeepSpeed 0.19

@@ -37,8 +37,7 @@ from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file
 from zero_recipes.metrics.schema import FILE, Metrics
 from zero_recipes.tools.report.read import short_names, value_text
 
-END_SECONDS = 30.0  # for the processes of a run that is interrupted
-LAST_LINES = 400  # of a run's log, to learn what it failed of
+END_SECONDS = 30.0  # for the processes of an interrupted run
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 UNSAFE = re.compile(r"[^A-Za-z0-9._+,=-]")
@@ -57,24 +56,24 @@ def sweep(
 ) -> dict[str, str]:
     """Run `recipe` under each strategy, and each combination of the values in `sets` (KEY=a,b,c).
 
-    Returns {name of a run's folder: its status}. Saves no weights unless the overrides name that. Raises Refusal before
-    the first run: a file is missing, a key unknown, the recipe names a ds_config, or a folder holds earlier results.
+    Returns {name of a run's folder: its status}.
+    Raises Refusal before the first run: a file is missing, a key unknown, the recipe names a ds_config, or a folder
+    holds earlier results.
     """
     quieten()
-    script = script or at_hand("run_sft.py")
     console = terminal()
-    configs = {name: at_hand(FOLDER / f"{name}.yaml") for name in strategies}
+    configs = {}
+    ds_configs = {}
     # what it refuses here, it would refuse in every run
     with working(f"reading {recipe}"):
         settings = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings
         refuse_own_ds_config(recipe, settings)
-        ds_configs = {}
-        for name, config in configs.items():
-            environment = launched_environment(config, num_processes)
+        for name in strategies:
+            configs[name] = at_hand(FOLDER / f"{name}.yaml")
+            environment = launched_environment(configs[name], num_processes)
             ds_configs[name], _ = launched_ds_config(environment, settings.precision)
     runs = runs_of(configs, ds_configs, sets, overrides)
-    inputs = list(folders.inputs_of(settings, recipe, os.environ))
-    refuse_results([output_dir / run.name for run in runs], settings.overwrite, inputs)
+    refuse_results(recipe, settings, output_dir, runs)
     if sets:
         own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
         with library_error_as_finding("writing sweep.json beside the runs of earlier sweeps"):
@@ -86,7 +85,7 @@ def sweep(
         folder = output_dir / run.name
         label = f"[{number}/{len(runs)}] {run.name}"
         start = time.perf_counter()
-        row, previous = launched(recipe, run, folder, label, num_processes, overrides, script, console)
+        row, previous = launched(recipe, run, folder, label, num_processes, overrides, console, script)
         ended[run.name] = row.status
         ending = f"{label}: {row.status} after {time.perf_counter() - start:.0f} s"
         if row.status != "ok":
@@ -105,21 +104,29 @@ def launched(
     folder: Path,
     label: str,
     ranks: int,
-    shared: list[str],
-    script: Path,
+    overrides: list[str],
     console: Console,
+    script: Path | None = None,
 ) -> tuple[Metrics, Path | None]:
-    """(what a run has measured, or how it failed; where results that were there are kept). `shared`: of all runs."""
+    """(what a run has measured, or how it failed; where results that were there are kept).
+
+    Without a word on it in `overrides` no weights are saved.
+    """
     previous = folders.claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
     (folder / FILE).unlink(missing_ok=True)
-    words = [*shared, *run.words]
-    command = launch_of_strategy(recipe, run.config_in(folder), ranks, folder, words, script)
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", run.config_in(folder)]
+    words += ["--num_processes", ranks, "--main_process_port", 0]  # a free port
+    words += [script or at_hand("run_sft.py"), recipe, "--output_dir", folder]
+    named = {word.partition("=")[0] for word in (*overrides, *run.words)}
+    if named.isdisjoint(("--save_model", "--save_strategy")):
+        words += ["--save_model", "false", "--save_strategy", "no", "--save_on_signal", "false"]
+    command = [str(word) for word in (*words, *overrides, *run.words)]
     exit_code, log = _run(command, folder, label, console, Host().threads(ranks))
     return _row(folder, run.strategy, exit_code, log), previous
 
 
 def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
-    """What a run has measured, or how it failed. Files that cannot be read are a failure that says so."""
+    """Files that cannot be read are a failure that says so."""
     try:
         if exit_code:
             failed_row(folder, strategy, exit_code, log).write(folder / FILE)
@@ -131,49 +138,28 @@ def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
         return row
 
 
-def launch_of_strategy(
-    recipe: Path, config: Path, num_processes: int, folder: Path, overrides: list[str], script: Path
-) -> list[str]:
-    """The command line that a user would type for this strategy. Without a word on it no weights are saved."""
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(config),
-        "--num_processes",
-        str(num_processes),
-        "--main_process_port",
-        "0",  # a free one
-        str(script),
-        str(recipe),
-        "--output_dir",
-        str(folder),
-    ]
-    named = {word.partition("=")[0] for word in overrides}
-    if named.isdisjoint(("--save_model", "--save_strategy")):
-        command += ["--save_model", "false", "--save_strategy", "no", "--save_on_signal", "false"]
-    return command + overrides
-
-
 def refuse_own_ds_config(recipe: Path, settings: recipes.Settings) -> None:
     """Its runs would be refused for two DeepSpeed configurations, or train by it in a row that is called ddp."""
     if settings.deepspeed is not None:
         raise refusal("ZR861", recipe=recipe)
 
 
-def refuse_results(of_runs: list[Path], overwrite: bool, inputs: folders.Inputs) -> None:
-    for folder in of_runs:
+def refuse_results(recipe: Path, settings: recipes.Settings, output_dir: Path, runs: Sequence["SweepRun"]) -> None:
+    occupied = []
+    for run in runs:
+        folder = output_dir / run.name
         folders.refuse_in_use(folder)
-    occupied = [folder for folder in of_runs if folders.saved_in(folder)]
-    if occupied and not overwrite:
+        if folders.saved_in(folder):
+            occupied.append(folder)
+    if occupied and not settings.overwrite:
         raise refusal("ZR329", occupied=", ".join(map(str, occupied)))
+    inputs = list(folders.inputs_of(settings, recipe, os.environ))
     for folder in occupied:
         folders.refuse_occupied(folder, None, overwrite=True, inputs=inputs)
 
 
 def _run(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:
-    """(exit code, the log's last lines). The whole log goes to folder/log.txt, its last line to the terminal."""
+    """(exit code, the log's last 400 lines). The whole log goes to folder/log.txt, its last line to the terminal."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
     with open(folder / "log.txt", "w") as log, working(f"{label}: starting", console) as say:
@@ -188,7 +174,7 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
             errors="replace",
         )
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        tail: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        tail: collections.deque[str] = collections.deque(maxlen=400)
         try:
             for line in child.stdout:
                 log.write(line)
@@ -227,8 +213,6 @@ def _number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep."""
-
     name: str  # of its folder
     strategy: str
     config: Path  # the strategy's accelerate file
@@ -237,8 +221,7 @@ class SweepRun:
     ds_config: Mapping[str, Any] | None = None  # with the keys of DeepSpeed among them; None without such keys
 
     def config_in(self, folder: Path) -> Path:
-        """The accelerate file to launch with: where values of the ds_config are set a new one in `folder`, beside that
-        ds_config. The strategy's own files stay as they are."""
+        """The accelerate file to launch with: where values of the ds_config are set, a new one in `folder`."""
         if self.ds_config is None:
             return self.config
         ds_config = folder / "ds_config.json"
@@ -259,9 +242,11 @@ class SweepRun:
 def runs_of(
     configs: Mapping[str, Path], ds_configs: Mapping[str, dict | None], sets: Sequence[str], overrides: list[str]
 ) -> list[SweepRun]:
-    """One run a strategy and combination of values. `configs`: {strategy: accelerate file}; `ds_configs`: {strategy:
-    the DeepSpeed configuration of that file}; `sets`: KEY=a,b,c. Raises Refusal for a key that nothing here has; a run
-    whose values cannot be refuses them itself."""
+    """One run a strategy and combination of values.
+
+    `configs`: {strategy: accelerate file}; `ds_configs`: {strategy: the DeepSpeed configuration of that file}.
+    Raises Refusal for a key that nothing here has; a run whose values cannot be refuses them itself.
+    """
     types = key_types()
     listed = parse_sets(sets, types, overrides)
     in_ds = [key for key in listed if key not in types]
@@ -279,22 +264,24 @@ def runs_of(
 def run_of(
     strategy: str, config: Path, ds_config: Mapping[str, Any] | None, values: Mapping[str, Any], in_ds: Collection[str]
 ) -> SweepRun:
-    """The run of a strategy with `values`, those of the keys `in_ds` in its ds_config. Raises Refusal."""
+    """`in_ds`: the keys whose values go into the ds_config. Raises Refusal."""
     words = []
-    paths = {}
+    below = {}
     for key, value in values.items():
         if key in in_ds:
-            paths[tuple(key.split("."))] = value
+            below[key] = value
         else:
             words += option_words(key, value)
-    written = with_values(ds_config, paths) if paths else None
+    written = with_values(ds_config, below) if below else None
     return SweepRun(run_name(strategy, values), strategy, config, values, tuple(words), written)
 
 
 def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[str]) -> dict[str, list[Any]]:
-    """{key: the values that it takes in turn} of the `--set` options: each a YAML list without its brackets. `types`:
-    of every key that a recipe may have. Raises Refusal for a key that neither a recipe nor a ds_config has, for values
-    that cannot be read, and for a key that is given twice (`overrides`: the command line's other options)."""
+    """{key: the values that it takes in turn} of the `--set` options: each a YAML list without its brackets.
+
+    `types`: of every key that a recipe may have; `overrides`: the command line's other options.
+    Raises Refusal for an unknown key, values that cannot be read, and a key that is given twice.
+    """
     sets: dict[str, list[Any]] = {}
     for text in texts:
         key, _, listed = text.partition("=")
@@ -342,22 +329,23 @@ def run_name(strategy: str, values: Mapping[str, Any]) -> str:
 
 
 def option_words(key: str, value: Any) -> list[str]:
-    """How run_sft.py's command line gives a key of the recipe that value."""
+    """How run_sft.py's command line gives a key that value."""
     if isinstance(value, list):
         return [f"--{key}", *map(value_text, value)]
     return [f"--{key}={value_text(value)}"]
 
 
-def with_values(config: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """A ds_config with each value at its path; blocks that are missing are made. Raises Refusal."""
+def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A ds_config with each value at its path, "block.key"; blocks that are missing are made. Raises Refusal."""
     filled = copy.deepcopy(dict(config))
     for path, value in values.items():
         block = filled
-        for name in path[:-1]:
+        *blocks, last = path.split(".")
+        for name in blocks:
             if block.get(name) is None:
                 block[name] = {}
             if not isinstance(block[name], dict):
-                raise refusal("ZR360", path=".".join(path), block=name, value=json.dumps(block[name]))
+                raise refusal("ZR360", path=path, block=name, value=json.dumps(block[name]))
             block = block[name]
-        block[path[-1]] = value
+        block[last] = value
     return filled

@@ -6,7 +6,6 @@ The faster half goes on with twice as many, until two are left or the time is ov
 
 import argparse
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from zero_recipes.checkpoint.output_dir import inputs_of
 from zero_recipes.config.accelerate import FOLDER, launched_environment
 from zero_recipes.config.recipe import Recipe, RowLengths, derive_accumulation
 from zero_recipes.config.strategy import launched_ds_config
@@ -75,16 +73,14 @@ def tune(arguments: argparse.Namespace) -> int:
             capacity = torch.cuda.get_device_properties(0).total_memory
         field = candidates(recipe, processes, capacity, "gpu" if gpus else "cpu", arguments.strategies)
     folder = arguments.output_dir or Path("output") / f"{path.stem}-tune"
-    inputs = list(inputs_of(recipe.settings, path, os.environ))
-    sweep.refuse_results([folder / run.name for run in field], recipe.settings.overwrite, inputs)
+    sweep.refuse_results(path, recipe.settings, folder, field)
     console.print(f"{len(field)} candidates fit; {arguments.minutes:g} minutes on {processes} processes")
-    script = at_hand("run_sft.py")
 
     def measure(run: sweep.SweepRun, steps: int, place: str) -> Row:
         started = time.monotonic()
         label = f"[{place}, {steps} steps] {described(run)}"
         words = [*overrides, *ONLY_MEASURED, f"--max_steps={steps}"]
-        metrics, _ = sweep.launched(path, run, folder / run.name, label, processes, words, script, console)
+        metrics, _ = sweep.launched(path, run, folder / run.name, label, processes, words, console)
         row = Row(run, steps, metrics, time.monotonic() - started)
         console.print(plain(f"{label}: {row.summary}"), soft_wrap=True)
         return row
@@ -108,8 +104,11 @@ def tune(arguments: argparse.Namespace) -> int:
 def candidates(
     recipe: Recipe, processes: int, capacity: int, device: str, strategies: Sequence[str] | None
 ) -> list[sweep.SweepRun]:
-    """What fits by the plan's formulas, the likelier ones first: the recipe as it is under the first strategy, packs
-    under each, then what differs from the recipe in one way, then in two. Raises Refusal for nothing."""
+    """What fits by the plan's formulas, the likelier ones first. Raises Refusal where nothing fits.
+
+    First the recipe as it is under the first strategy, then packs under each, then what differs from the recipe in one
+    way, then in two.
+    """
     predict = Predictor(quick=True)
     config = model_config(recipe.settings)
     splits = batches(recipe, processes)
@@ -136,8 +135,7 @@ def candidates(
 
 
 def _fitting(job: Job, predict: Predictor, capacity: int) -> list[bool]:
-    """Whether activations are recomputed: where the recipe says so it is tried with and without, elsewhere only where
-    it does not fit without."""
+    """Whether to recompute activations: with and without where the recipe does, else only if nothing fits without."""
     fitting = []
     for recomputes in (False, True):
         prediction = predict(job.changed(**{RECOMPUTES: recomputes}))
@@ -169,7 +167,9 @@ def batches(recipe: Recipe, processes: int) -> list[dict[str, Any]]:
 
 def pack_lengths(recipe: Recipe, rows: int) -> Iterator[tuple[int, int]]:
     """(packs of a process in a step, tokens of each): the shortest that hold so many rows on average, as TRL packs.
-    None where a row is cut, or the recipe packs already or cannot."""
+
+    None where a row is cut, or the recipe packs already or cannot.
+    """
     from datasets import Dataset
     from trl import pack_dataset
 
@@ -248,12 +248,10 @@ MEASURED = [
 ]
 
 
-Measure = Callable[[sweep.SweepRun, int, str], Row]  # a candidate, steps, its place among the others
-
-
-def halved(field: Sequence[sweep.SweepRun], measure: Measure, seconds: float, console: Console) -> list[Row]:
+def halved(field: Sequence[sweep.SweepRun], measure: Callable[..., Row], seconds: float, console: Console) -> list[Row]:
     """All that were measured, the fastest first: those of later rounds before those of earlier ones.
 
+    `measure`: of a candidate, so many steps, and its place among the others ("1/9").
     The first round may take half of the time; another one begins only if it will end in time.
     """
     ends = time.monotonic() + seconds
@@ -268,8 +266,7 @@ def halved(field: Sequence[sweep.SweepRun], measure: Measure, seconds: float, co
     last: dict[str, Row] = {}  # by the candidate's name
     while True:
         for number in range(len(ran), len(field)):
-            longest = max((row.seconds for row in ran), default=0.0)
-            if ran and time.monotonic() + longest > until:
+            if ran and time.monotonic() + max(row.seconds for row in ran) > until:
                 console.print(f"{len(field) - number} candidates were skipped for lack of time")
                 break
             ran.append(measure(field[number], steps, f"{number + 1}/{len(field)}"))
@@ -293,10 +290,17 @@ def halved(field: Sequence[sweep.SweepRun], measure: Measure, seconds: float, co
 
 def compared(rows: Sequence[Row]) -> list[Row]:
     """With the distance of their mean losses from that of the first that ran, unpacked where one is."""
-    ran = sorted((row for row in rows if row.speed), key=lambda row: "packing" in row.run.values)
-    means = {row.run.name: statistics.fmean(row.metrics.loss_history) for row in ran}
-    known = {name: abs(mean / means[ran[0].run.name] - 1) for name, mean in means.items()}
-    return [replace(row, apart=known.get(row.run.name)) for row in rows]
+    timed = [row for row in rows if row.speed]
+    if not timed:
+        return list(rows)
+    first = min(timed, key=lambda row: "packing" in row.run.values)
+    baseline = statistics.fmean(first.metrics.loss_history)
+    with_distance = []
+    for row in rows:
+        if row.speed:
+            row = replace(row, apart=abs(statistics.fmean(row.metrics.loss_history) / baseline - 1))
+        with_distance.append(row)
+    return with_distance
 
 
 # what is left of it

@@ -26,7 +26,6 @@ def verify(
 
     Of a checkpoint, every file of its manifest is there with its size and checksum, and none would run code.
     `deep`: no NaN, no Inf, no matrix of zeros.
-    `trust_remote_code`: the code of a model that brings its own may run.
 
     Returns {"tensors": count, "parameters": elements, "bytes": size of the files with weights}. Raises NotWhole.
     """
