@@ -11,13 +11,11 @@ import psutil
 import pytest
 import yaml
 
-from tests.helpers.group import start_server
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.schema import Metrics
 from zero_recipes.tools import main as cli
 from zero_recipes.tools import sweep, tune
-from zero_recipes.tools.forked import forked
 from zero_recipes.tools.report import read
 
 BUCKET = "zero_optimization.reduce_bucket_size"
@@ -25,8 +23,6 @@ BUCKET = "zero_optimization.reduce_bucket_size"
 
 def test_one_value_runs_and_the_other_is_a_row(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sweep, "_run", forked)
-    start_server()
     files = [ROOT / "accelerate_configs" / "zero2.yaml", ROOT / "ds_configs" / "zero2.json"]
     before = [path.read_bytes() for path in files]
     argv = ["sweep", str(write_recipe(tmp_path, max_steps=4)), "--strategies", "zero2", "--output_dir"]
@@ -47,10 +43,7 @@ def test_one_value_runs_and_the_other_is_a_row(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("launch", [sweep._run, forked])
-def test_out_of_memory_on_rank_1(tmp_path, monkeypatch, launch):
-    start_server()
-    monkeypatch.setattr(sweep, "_run", launch)
+def test_out_of_memory_on_rank_1(tmp_path, monkeypatch):
     monkeypatch.setenv("KILL", "memory:1:3")
     monkeypatch.setenv("MASTER_PORT", "1")  # of another launcher, in whose shell this one is typed
     monkeypatch.setenv("RANK", "7")
@@ -88,27 +81,8 @@ def test_a_sweep_that_is_stopped_leaves_no_process(tmp_path, verb):
     assert psutil.wait_procs(started, timeout=10)[1] == []
 
 
-USES_CUDA = """
-import torch
-def used(*_): raise SystemExit("CUDA is used")
-torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-torch.cuda._lazy_init = torch.cuda.get_device_properties = used
-import {}
-"""
-
-
-def test_what_ranks_are_forked_from_does_not_use_cuda():
-    """A process that is forked from one that does cannot."""
-    python = [sys.executable, "-c"]
-    loaded = "\nimport sys; assert {'datasets', 'deepspeed', 'transformers'} <= sys.modules.keys()"
-    subprocess.run([*python, USES_CUDA.format("zero_recipes.tools.preload") + loaded], cwd=ROOT, check=True)
-    needed = subprocess.run([*python, USES_CUDA.format("peft")], cwd=ROOT, capture_output=True, text=True)
-    assert "CUDA is used" in needed.stderr, "it can be preloaded too"
-
-
 def test_what_runs_is_measured_and_written_and_what_does_not_is_a_row(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    start_server()
     monkeypatch.setattr(tune, "FIRST_SECONDS", 0.0)
     keys = {"max_length": 64, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}  # one split, no packs
     recipe = write_recipe(tmp_path, save_model=True, eval_strategy="steps", eval_steps=1, sample_prompts=2, **keys)

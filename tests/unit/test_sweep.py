@@ -258,7 +258,7 @@ def ran(monkeypatch):
         save(folder, metrics(strategy, step_seconds=timed, tokens=tokens, loss_history=history))
         return 0, ""
 
-    monkeypatch.setattr(tune, "forked", run)
+    monkeypatch.setattr(sweep, "_run", run)
     monkeypatch.setattr(tune.Host, "memory", lambda host: (64 * 10**9, ""))  # whatever else this machine does
     return commands
 

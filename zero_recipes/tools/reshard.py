@@ -1,12 +1,12 @@
 """`zero-recipes reshard`: a checkpoint from which another ZeRO stage and world size goes on.
 
-Each parameter's master and moments are read from the ranks' files without a launch, and written by name (resume.py
-loads them), so that any stage and world can take them. DeepSpeed's universal checkpoint refuses 3 to 2 and 2 to 3
-(runtime/state_dict_factory.py) and gives one step counter to all groups at stage 3 (runtime/zero/stage3.py,
-`load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
+Each parameter's master and moments are read from the ranks' files without a launch, and written by name.
+Any stage and world can take them (checkpoint/resume.py).
+DeepSpeed's universal checkpoint refuses 3 to 2 and 2 to 3 (runtime/state_dict_factory.py) and gives one step counter
+to all groups at stage 3 (runtime/zero/stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
 
-Layouts are DeepSpeed 0.19.8's, paths relative to deepspeed/runtime. Each rank's file holds, for each flat
-group, its partition of the fp32 master and of Adam's moments.
+Layouts are DeepSpeed 0.19.8's, paths relative to deepspeed/runtime.
+Each rank's file holds, for each flat group, its partition of the fp32 master and of Adam's moments.
 
 - Stages 1 and 2 (zero/stage_1_and_2.py, `state_dict`): the parameters of a group lie one after another, padded where
   `param_alignment_paddings` says, and are cut into equal partitions. The order is that of `param_shapes`
@@ -20,6 +20,7 @@ import os
 import pickle
 import re
 import shutil
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.files import PART
 from zero_recipes.core.findings import Refusal, finding, first_line, refusal
 from zero_recipes.engine.huggingface import load_without_code
+
+Shapes = dict[str, tuple[int, ...]]  # of a group's parameters, by name
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py", "rng_state*.pth", save.MANIFEST)
@@ -67,9 +70,12 @@ class Source:
 def reshard(
     checkpoint: Path, world_size: int, stage: int, skip_checksums: bool = False, trusted: bool = False
 ) -> tuple[Path, Batch]:
-    """Write CHECKPOINT-zero<stage>-world<world_size> beside the checkpoint, which is not touched. Returns the new
-    folder and its batch; the global batch is the old one's. It is written under a hidden name and renamed when it is
-    whole. `skip_checksums`: neither compare nor write them; `trusted`: pickles may run code. Raises Refusal."""
+    """Write CHECKPOINT-zero<stage>-world<world_size> beside the checkpoint, which is not touched.
+
+    It is written under a hidden name and renamed when it is whole.
+    `skip_checksums`: neither compare nor write them; `trusted`: pickles may run code.
+    Returns the new folder and its batch; the global batch is the old one's. Raises Refusal.
+    """
     checkpoint = Path(os.path.normpath(checkpoint))
     target = checkpoint.with_name(f"{checkpoint.name}-zero{stage}-world{world_size}")
     if target.exists():
@@ -83,8 +89,9 @@ def reshard(
     if not is_known:
         print(finding("ZR772", checkpoint=checkpoint))
     source = open_checkpoint(checkpoint, trusted)
-    sizes = (source.ds_config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-    batch = Batch(*sizes, source.world_size).over(world_size)
+    micro = source.ds_config["train_micro_batch_size_per_gpu"]
+    accumulation = source.ds_config["gradient_accumulation_steps"]
+    batch = Batch(micro, accumulation, source.world_size).over(world_size)
 
     unfinished = target.with_name(f".{target.name}{PART}")
     if unfinished.exists():  # a killed reshard left it
@@ -108,60 +115,58 @@ def resume_command(target: Path, batch: Batch, strategy: str) -> str:
 
 
 def strategy_of(source_config: dict[str, Any], stage: int) -> str:
-    """The accelerate file's name; an optimizer that was offloaded stays so, and states in bf16 do (neither has a file
-    for stage 1, nor both together: fp32 takes bf16 states exactly)."""
+    """The accelerate file's name. An optimizer that was offloaded stays so, and states in bf16 do.
+
+    Neither has a file for stage 1, nor both together: fp32 takes bf16 states exactly.
+    """
     config = DsConfig(source_config)
-    kept = "_offload" if config.offloads else "_bf16_states" if config.bf16_states else ""
-    return f"zero{stage}" + (kept if stage > 1 else "")
+    if stage > 1 and config.offloads:
+        return f"zero{stage}_offload"
+    if stage > 1 and config.bf16_states:
+        return f"zero{stage}_bf16_states"
+    return f"zero{stage}"
 
 
 def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
-    """Find the files, read their small parts and refuse what cannot be read by parameter. Raises Refusal. `trusted`:
-    pickles of the checkpoint may run code, as DeepSpeed's own load lets them."""
+    """Find the files, read their small parts and refuse what cannot be read by parameter. Raises Refusal.
+
+    `trusted`: pickles of the checkpoint may run code, as DeepSpeed's own load lets them.
+    """
     if not (checkpoint / save.LATEST).is_file():
         raise _other(checkpoint, "without DeepSpeed, with save_only_model or by a reshard: it has no file `latest`")
-    if (fault := save.document_fault(checkpoint)) is not None:
+    fault = save.document_fault(checkpoint)
+    if fault is not None:
         raise _damaged(checkpoint, fault)
     folder = checkpoint / (checkpoint / save.LATEST).read_text().strip()
-    named = {path: _OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()}
-    files = sorted((path for path, match in named.items() if match), key=lambda path: int(named[path][1]))
     model_files = sorted(folder.glob("*_model_states.pt"))
     if not model_files:
         raise _damaged(checkpoint, f"{folder.name} has no *_model_states.pt")
     model = _load(model_files[0], trusted)
-    if (reason := _unreadable(folder, model)) is not None:
+    reason = _unreadable(folder, model)
+    if reason is not None:
         raise _other(checkpoint, reason)
+    files = _optimizer_files(folder)
     if len(files) != model["dp_world_size"]:
         how = f"{folder.name} has optimizer states of {len(files)} of {model['dp_world_size']} ranks"
         raise _damaged(checkpoint, how)
 
-    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
     steps = set()
     for file in reversed(files):  # of rank 0 at last, whose partitions are never cut short
         states, flats, base = _states_of(file, trusted)
         if "zero_stage" not in states:  # stage 1 in bf16 with gradients accumulated in fp32
             raise _other(checkpoint, "by DeepSpeed's BF16_Optimizer")
-        kinds = {"those of elastic_checkpoint"}
-        if isinstance(base, dict):
-            kinds = {key for state in base["state"].values() for key in state} - {"step"}
-        if kinds != set(ADAM_STATES) or len(base["state"]) != len(flats):
-            raise _other(checkpoint, f"with optimizer states other than Adam's: {', '.join(sorted(map(str, kinds)))}")
-        # torch and DeepSpeedCPUAdam count in each state, FusedAdam in its groups
-        counted = [state["step"] for state in base["state"].values() if "step" in state]
-        steps |= {int(step) for step in counted or [group["step"] for group in base["param_groups"]]}
+        _refuse_unless_adam(checkpoint, base, len(flats))
+        steps |= _step_counters(base)
     if len(steps) != 1:
         raise _damaged(checkpoint, f"Adam's step counters differ between groups or ranks: {sorted(steps)}")
     stage = int(states["zero_stage"])
+    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
     return Source(
         checkpoint=checkpoint,
         stage=stage,
         files=files,
         places=_places(flats, states, stage, len(files), shapes),
-        groups=[
-            {key: group[key] for key in HYPERPARAMETERS if key in group}
-            | {"names": [name for flat in group["params"] for name in shapes[flat]]}
-            for group in base["param_groups"]
-        ],
+        groups=[_described(group, shapes) for group in base["param_groups"]],
         adam_step=steps.pop(),
         engine={key: model[key] for key in ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")},
         ds_config=dict(model["ds_config"]),
@@ -169,20 +174,56 @@ def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
     )
 
 
-def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
-    """{"fp32", "exp_avg", "exp_avg_sq"} of one parameter, in its shape: the master's and moments' own bits and dtype
-    ("fp32", the master, is bf16 under bf16_master_weights_and_grads).
+def _optimizer_files(folder: Path) -> list[Path]:
+    """By rank."""
+    found = []
+    for path in folder.iterdir():
+        match = _OPTIMIZER_FILE.fullmatch(path.name)
+        if match:
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found)]
 
-    The files are mapped into memory, and anew for each parameter: pages that were read count as resident until the
-    mapping goes: no more than one parameter is in memory at a time. Raises RuntimeError if one is cut off.
+
+def _refuse_unless_adam(checkpoint: Path, base: Any, groups: int) -> None:
+    """`base`: the inner optimizer's state_dict; a list of elastic_checkpoint."""
+    kinds = {"those of elastic_checkpoint"}
+    if isinstance(base, dict):
+        kinds = {key for state in base["state"].values() for key in state} - {"step"}
+    if kinds != set(ADAM_STATES) or len(base["state"]) != groups:
+        raise _other(checkpoint, f"with optimizer states other than Adam's: {', '.join(sorted(map(str, kinds)))}")
+
+
+def _step_counters(base: dict[str, Any]) -> set[int]:
+    """torch and DeepSpeedCPUAdam count in each state, FusedAdam in its groups."""
+    counted = [state["step"] for state in base["state"].values() if "step" in state]
+    if not counted:
+        counted = [group["step"] for group in base["param_groups"]]
+    return {int(step) for step in counted}
+
+
+def _described(group: dict[str, Any], shapes: list[Shapes]) -> dict[str, Any]:
+    """A group of the optimizer: its hyperparameters, and the names of its parameters."""
+    described = {key: group[key] for key in HYPERPARAMETERS if key in group}
+    described["names"] = []
+    for flat in group["params"]:
+        described["names"] += shapes[flat]
+    return described
+
+
+def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
+    """{"fp32", "exp_avg", "exp_avg_sq"} of one parameter, in its shape: the master's and moments' own bits and dtype.
+
+    "fp32", the master, is bf16 under bf16_master_weights_and_grads.
+    The files are mapped into memory anew for each parameter: pages that were read count as resident until the mapping
+    goes, so that no more than one parameter is in memory at a time. Raises RuntimeError if one is cut off.
     """
     place = source.places[name]
-    parts: dict[str, list[torch.Tensor]] = {key: [] for key in ("fp32", *ADAM_STATES)}
+    parts = defaultdict(list)
     for rank, start, count in place.pieces:
         _, flats, base = _states_of(source.files[rank], source.trusted)
         tensors = base["state"][place.group] | {"fp32": flats[place.group]}
-        for key, pieces in parts.items():
-            pieces.append(tensors[key][start : start + count])
+        for key in ("fp32", *ADAM_STATES):
+            parts[key].append(tensors[key][start : start + count])
     return {key: torch.cat(pieces).view(place.shape) for key, pieces in parts.items()}
 
 
@@ -231,35 +272,44 @@ def _unreadable(folder: Path, model: dict[str, Any]) -> str | None:
         "with mics_shard_size": config.zero.get("mics_shard_size", -1) > 0,
         "with states on NVMe": config.on_nvme,
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    for reason, applies in reasons.items():
+        if applies:
+            return reason
+    return None
 
 
 def _places(
-    flats: list[torch.Tensor],
-    states: dict[str, Any],
-    stage: int,
-    world_size: int,
-    shapes: list[dict[str, tuple[int, ...]]],
+    flats: list[torch.Tensor], states: dict[str, Any], stage: int, world_size: int, shapes: list[Shapes]
 ) -> dict[str, Place]:
-    """Where every parameter is, by name. `states`: the optimizer's of rank 0, whose partitions are never cut short;
-    `flats`: their flat groups; `shapes`: of the parameters of each group, in the order of `param_shapes`."""
+    """Where every parameter is, by name.
+
+    `states`: the optimizer's of rank 0, whose partitions are never cut short; `flats`: their flat groups.
+    `shapes`: of each group, in the order of `param_shapes`.
+    """
     places = {}
+    aligned = states.get("param_alignment_paddings")  # not at stage 3, nor before DeepSpeed 0.19
     for group, (flat, named) in enumerate(zip(flats, shapes, strict=True)):
-        start = 0
-        aligned = states.get("param_alignment_paddings")  # not at stage 3, nor before DeepSpeed 0.19
         paddings = aligned[group] if aligned else [0] * len(named)
+        start = 0
         for (name, shape), padding in zip(named.items(), paddings, strict=True):
             count = torch.Size(shape).numel()
             if stage == 3:
                 part = -(-count // world_size)
-                left = [max(0, min(part, count - rank * part)) for rank in range(world_size)]
-                pieces = [(rank, start, size) for rank, size in enumerate(left) if size]
+                pieces = _shares(start, count, part)
                 start += part
             else:
                 pieces = _cut(start, count, flat.numel())
                 start += count + padding
             places[name] = Place(group, shape, pieces)
     return places
+
+
+def _shares(start: int, count: int, part: int) -> list[tuple[int, int, int]]:
+    """`count` elements in parts of `part`, one a rank; each rank's part begins at `start` of its own flat group."""
+    pieces = []
+    for rank, first in enumerate(range(0, count, part)):
+        pieces.append((rank, start, min(part, count - first)))
+    return pieces
 
 
 def _cut(start: int, count: int, partition: int) -> list[tuple[int, int, int]]:
@@ -269,7 +319,8 @@ def _cut(start: int, count: int, partition: int) -> list[tuple[int, int, int]]:
         rank, inside = divmod(start, partition)
         size = min(count, partition - inside)
         pieces.append((rank, inside, size))
-        start, count = start + size, count - size
+        start += size
+        count -= size
     return pieces
 
 

@@ -11,24 +11,30 @@ from zero_recipes.core.findings import FAILED, PREEMPTED, REFUSED, library_error
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import STOPPING
 
-LAUNCH_PORT, MEETING_PORT, MEETING_SECONDS = 29500, 29501, 600.0
+LAUNCH_PORT = 29500
+MEETING_PORT = 29501
+MEETING_SECONDS = 600.0
 END_SECONDS = 600  # for a step, an evaluation's batch, and a checkpoint
 
 
 def init(arguments: argparse.Namespace) -> int:
     """Raises Refusal where one of the files is there."""
+    folder = arguments.folder
     named = sorted(path.name for path in FILES.iterdir() if not path.name.startswith("__"))
-    if there := [name for name in named if (arguments.folder / name).exists()]:
-        raise refusal("ZR880", folder=arguments.folder.resolve(), there=", ".join(there))
-    arguments.folder.mkdir(parents=True, exist_ok=True)
+    there = [name for name in named if (folder / name).exists()]
+    if there:
+        raise refusal("ZR880", folder=folder.resolve(), there=", ".join(there))
+    folder.mkdir(parents=True, exist_ok=True)
     for name in named:
         if (FILES / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__", "*.py")
-            shutil.copytree(FILES / name, arguments.folder / name, ignore=ignored)
+            shutil.copytree(FILES / name, folder / name, ignore=ignored)
         else:
-            shutil.copy(FILES / name, arguments.folder)
-    there = "" if arguments.folder.samefile(".") else f"cd {arguments.folder} && "
-    print(f"written to {arguments.folder.resolve()}: {', '.join(named)}\n{there}zero-recipes train recipes/tiny.yaml")
+            shutil.copy(FILES / name, folder)
+    command = "zero-recipes train recipes/tiny.yaml"
+    if not folder.samefile("."):
+        command = f"cd {folder} && {command}"
+    print(f"written to {folder.resolve()}: {', '.join(named)}\n{command}")
     return 0
 
 
@@ -39,19 +45,22 @@ def train(arguments: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    mapping, hosts = recipes.read_recipe_file(arguments.recipe), arguments.hosts or []
+    mapping = recipes.read_recipe_file(arguments.recipe)
     file = arguments.config_file or file_named(mapping) or at_hand(FOLDER / "ddp.yaml")
-    if (machines := read_accelerate_file(file).num_machines) > 1 and not hosts:
+    machines = read_accelerate_file(file).num_machines
+    hosts = arguments.hosts or []
+    if machines > 1 and not hosts:
         raise refusal("ZR881", file=file, machines=machines)
+    machines = len(hosts) or 1
     gpus = 0 if mapping.get("use_cpu") else torch.cuda.device_count()
-    processes = arguments.num_processes or mapping.get(LAUNCH_KEYS[0]) or (gpus or 1) * (len(hosts) or 1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(Host().threads(processes // (len(hosts) or 1))))
+    processes = arguments.num_processes or mapping.get(LAUNCH_KEYS[0]) or (gpus or 1) * machines
+    os.environ.setdefault("OMP_NUM_THREADS", str(Host().threads(processes // machines)))
     options = ["--config_file", file, "--num_processes", processes]
-    if len(hosts) > 1:
+    if machines > 1:
         from zero_recipes.engine.group import wait_for_hosts
 
         wait_for_hosts(hosts, arguments.machine_rank, MEETING_PORT, MEETING_SECONDS)
-        options += ["--num_machines", len(hosts), "--machine_rank", arguments.machine_rank]
+        options += ["--num_machines", machines, "--machine_rank", arguments.machine_rank]
         options += ["--main_process_ip", hosts[0], "--main_process_port", LAUNCH_PORT]
         options += ["--deepspeed_multinode_launcher", "standard"]
     else:
@@ -59,14 +68,23 @@ def train(arguments: argparse.Namespace) -> int:
     words = [*options, at_hand("run_sft.py"), arguments.recipe, *arguments.overrides]
     launched = launch.launch_command_parser().parse_args([str(word) for word in words])
     # torchrun's own: it hands these signals on, and kills what is still there after so many seconds
-    launched.signals_to_handle, launched.shutdown_timeout = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", END_SECONDS
+    launched.signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    launched.shutdown_timeout = END_SECONDS
     with library_error_as_finding(f"launching with {file}"):
         try:
             launch.launch_command(launched)
         except ChildFailedError as error:  # each rank has printed why
-            codes = {failure.exitcode for failure in error.failures.values()}
-            known = (code for code in (REFUSED, PREEMPTED) if code in codes)
-            return PREEMPTED if codes <= {-number for number in STOPPING} else next(known, FAILED)
+            return _exit_code({failure.exitcode for failure in error.failures.values()})
         except SignalException as error:
             return PREEMPTED if error.sigval in STOPPING else 128 + error.sigval
     return 0
+
+
+def _exit_code(ranks: set[int]) -> int:
+    """`ranks`: the exit codes of those that failed; a negative one is the signal that ended it."""
+    if ranks <= {-number for number in STOPPING}:
+        return PREEMPTED
+    for code in (REFUSED, PREEMPTED):
+        if code in ranks:
+            return code
+    return FAILED

@@ -1,12 +1,11 @@
 """`zero-recipes tune`: measure what trains a recipe fastest on this machine, and write that as RECIPE.tuned.yaml.
 
-The plan's formulas name the candidates that fit; each trains for a few steps, in processes that are forked from one
-with the libraries (forked.py); the faster half goes on with twice as many, until two are left or the time is over.
+The plan's formulas name the candidates that fit. Each trains for a few steps, launched as `sweep` does.
+The faster half goes on with twice as many, until two are left or the time is over.
 """
 
 import argparse
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from zero_recipes.checkpoint.output_dir import inputs_of
 from zero_recipes.config.accelerate import FOLDER, launched_environment
 from zero_recipes.config.recipe import Recipe, RowLengths, derive_accumulation
 from zero_recipes.config.strategy import launched_ds_config
@@ -30,24 +28,36 @@ from zero_recipes.data.prepare import rows_at_hand
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.schema import Metrics
 from zero_recipes.tools import sweep
-from zero_recipes.tools.forked import forked
-from zero_recipes.tools.plan.job import job_of, model_config, read_recipe
+from zero_recipes.tools.plan.job import Job, job_of, model_config, read_recipe
 from zero_recipes.tools.plan.predict import Predictor, fit_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 OFFLOADED = ("zero2_offload", "zero3_offload")  # where none of the others fits
-FIRST_STEPS, FIRST_SECONDS = 12, 6.0  # of a candidate's first run, at least: 12 short steps vary by more than 10 %
+# of a candidate's first run, at least: 12 short steps vary by more than 10 %
+FIRST_STEPS = 12
+FIRST_SECONDS = 6.0
 SAMPLED = 1000  # rows, for the length of packs
-APART, PACKED_APART = 0.01, 0.1  # of the mean loss: the same rows in a step; other rows, as many tokens
+# how far its mean loss may be from the first candidate's
+APART = 0.01  # the same rows in a step
+PACKED_APART = 0.1  # other rows, as many tokens
 RECOMPUTES = "activation_checkpointing"
-ONLY_MEASURED = ("--eval_strategy=no", "--load_best_model_at_end=false", "--sample_prompts=0", "--skip_plan=true")
-ONLY_MEASURED += ("--push_to_hub=false", "--report_to=none", "--overwrite=true")
+ONLY_MEASURED = (
+    "--eval_strategy=no",
+    "--load_best_model_at_end=false",
+    "--sample_prompts=0",
+    "--skip_plan=true",
+    "--push_to_hub=false",
+    "--report_to=none",
+    "--overwrite=true",
+)
 
 
 def tune(arguments: argparse.Namespace) -> int:
     """Raises Refusal before the first run where nothing could be tried, or results are there."""
     quieten()
-    path, overrides, console = arguments.recipe, arguments.overrides, terminal()
+    path = arguments.recipe
+    overrides = arguments.overrides
+    console = terminal()
     new = Path(path.name if FILES in path.resolve().parents else path).with_suffix(".tuned.yaml")
     with working(f"reading {path}, its model and its rows"):
         import torch
@@ -58,26 +68,32 @@ def tune(arguments: argparse.Namespace) -> int:
             raise refusal("ZR863", new=new)
         gpus = 0 if recipe.settings.use_cpu else torch.cuda.device_count()
         processes = arguments.num_processes or gpus or 2
-        capacity = torch.cuda.get_device_properties(0).total_memory if gpus else Host().memory()[0] // processes
+        capacity = Host().memory()[0] // processes
+        if gpus:
+            capacity = torch.cuda.get_device_properties(0).total_memory
         field = candidates(recipe, processes, capacity, "gpu" if gpus else "cpu", arguments.strategies)
     folder = arguments.output_dir or Path("output") / f"{path.stem}-tune"
-    inputs = list(inputs_of(recipe.settings, path, os.environ))
-    sweep.refuse_results([folder / run.name for run in field], recipe.settings.overwrite, inputs)
+    sweep.refuse_results(path, recipe.settings, folder, field)
     console.print(f"{len(field)} candidates fit; {arguments.minutes:g} minutes on {processes} processes")
 
-    def measure(run: sweep.SweepRun, steps: int, label: str) -> Row:
-        started, words = time.monotonic(), [*overrides, *ONLY_MEASURED, f"--max_steps={steps}"]
-        place = (folder / run.name, label, processes, words, at_hand("run_sft.py"), console, forked)
-        return Row(run, steps, sweep.launched(path, run, *place)[0], time.monotonic() - started)
+    def measure(run: sweep.SweepRun, steps: int, place: str) -> Row:
+        started = time.monotonic()
+        label = f"[{place}, {steps} steps] {described(run)}"
+        words = [*overrides, *ONLY_MEASURED, f"--max_steps={steps}"]
+        metrics, _ = sweep.launched(path, run, folder / run.name, label, processes, words, console)
+        row = Row(run, steps, metrics, time.monotonic() - started)
+        console.print(plain(f"{label}: {row.summary}"), soft_wrap=True)
+        return row
 
     rows = halved(field, measure, 60 * arguments.minutes, console)
     print_columns([Column("Candidate", lambda row: described(row.run))], MEASURED, rows, console)
-    if rows[0].status != "ok":
+    best = rows[0]
+    if best.status != "ok":
         console.print(f"no candidate finished; see the logs in {folder}")
         return 1
-    launch = f"accelerate launch --config_file {rows[0].run.config} --num_processes {processes} run_sft.py"
+    launch = f"accelerate launch --config_file {best.run.config} --num_processes {processes} run_sft.py"
     command = " ".join([launch, str(new), *overrides])
-    write_text(new, tuned(recipe, rows[0].run, [command, *header(rows, processes)]))
+    write_text(new, tuned(recipe, best.run, [command, *header(rows, processes)]))
     console.print(plain(f"written: {new}\n{command}"), soft_wrap=True)
     return 0
 
@@ -88,48 +104,72 @@ def tune(arguments: argparse.Namespace) -> int:
 def candidates(
     recipe: Recipe, processes: int, capacity: int, device: str, strategies: Sequence[str] | None
 ) -> list[sweep.SweepRun]:
-    """What fits by the plan's formulas, the likelier ones first: the recipe as it is under the first strategy, packs
-    under each, then what differs from the recipe in one way, then in two. Activations are recomputed where the recipe
-    says so, or where the rest does not fit without. Raises Refusal for nothing."""
-    predict, config, splits = Predictor(quick=True), model_config(recipe.settings), batches(recipe, processes)
+    """What fits by the plan's formulas, the likelier ones first. Raises Refusal where nothing fits.
+
+    First the recipe as it is under the first strategy, then packs under each, then what differs from the recipe in one
+    way, then in two.
+    """
+    predict = Predictor(quick=True)
+    config = model_config(recipe.settings)
+    splits = batches(recipe, processes)
     for names in [strategies] if strategies else [STRATEGIES, OFFLOADED]:
-        found: list[tuple] = []  # (place, strategy, its accelerate file, its ds_config, values)
-        for name in names if processes > 1 else [name for name in names if name == "ddp" or name in OFFLOADED]:
+        found = []  # (place, run)
+        for name in names:
+            if processes == 1 and name not in ("ddp", *OFFLOADED):
+                continue
             file = at_hand(FOLDER / f"{name}.yaml")
             ds_config, _ = launched_ds_config(launched_environment(file, processes), recipe.settings.precision)
             job = job_of(recipe, config, name, ds_config, processes, device=device)
             for rank, batch in enumerate(splits):
-                tried = {on: predict(job.changed(**batch | {RECOMPUTES: on})) for on in (False, True)}
-                fitting = [on for on in tried if fit_of(tried[on], capacity).runs]
-                for on in fitting if job.recomputes else fitting[:1]:
-                    values = batch | ({} if on == job.recomputes else {RECOMPUTES: on})
-                    place = rank + on if values or name != names[0] else -1
-                    found.append((place, name, file, ds_config, values))
+                for recomputes in _fitting(job.changed(**batch), predict, capacity):
+                    values = dict(batch)
+                    if recomputes != job.recomputes:
+                        values[RECOMPUTES] = recomputes
+                    is_recipe = not values and name == names[0]
+                    place = -1 if is_recipe else rank + recomputes
+                    found.append((place, sweep.run_of(name, file, ds_config, values, in_ds=())))
         if found:
-            likely_first = sorted(found, key=lambda one: one[0])
-            return [sweep.run_of(*run, in_ds=()) for _, *run in likely_first]
+            found.sort(key=lambda one: one[0])
+            return [run for _, run in found]
     raise refusal("ZR862", recipe=recipe.path, tried=", ".join(strategies or [*STRATEGIES, *OFFLOADED]))
+
+
+def _fitting(job: Job, predict: Predictor, capacity: int) -> list[bool]:
+    """Whether to recompute activations: with and without where the recipe does, else only if nothing fits without."""
+    fitting = []
+    for recomputes in (False, True):
+        prediction = predict(job.changed(**{RECOMPUTES: recomputes}))
+        if fit_of(prediction, capacity).runs:
+            fitting.append(recomputes)
+    return fitting if job.recomputes else fitting[:1]
 
 
 def batches(recipe: Recipe, processes: int) -> list[dict[str, Any]]:
     """Keys that split the same global batch: packs of as many tokens, its own micro batch, larger and smaller ones."""
     settings = recipe.settings
-    micro, replicas = settings.per_device_train_batch_size, processes // settings.sequence_parallel_size
+    micro = settings.per_device_train_batch_size
+    replicas = processes // settings.sequence_parallel_size
     derived = derive_accumulation(settings, recipe.explicit, replicas)
     total = micro * (settings.gradient_accumulation_steps if derived is None else derived)
 
-    def split(size: int, passes: int, **keys: Any) -> dict[str, Any]:
-        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": passes}
-        return sizes | ({} if derived is None else {"global_batch_size": size * passes * replicas}) | keys
+    def split(size: int, passes: int) -> dict[str, Any]:
+        keys = {"per_device_train_batch_size": size, "gradient_accumulation_steps": passes}
+        if derived is not None:
+            keys["global_batch_size"] = size * passes * replicas
+        return keys
 
     others = [split(size, total // size) for size in range(total, 0, -1) if total % size == 0 and size != micro]
-    packs = [split(1, passes, packing=True, max_length=length) for passes, length in pack_lengths(recipe, total)]
+    packs = []
+    for passes, length in pack_lengths(recipe, total):
+        packs.append(split(1, passes) | {"packing": True, "max_length": length})
     return [*packs[:1], {}, *others[:1], *packs[1:], *others[1:]]
 
 
 def pack_lengths(recipe: Recipe, rows: int) -> Iterator[tuple[int, int]]:
     """(packs of a process in a step, tokens of each): the shortest that hold so many rows on average, as TRL packs.
-    None where a row is cut, or the recipe packs already or cannot."""
+
+    None where a row is cut, or the recipe packs already or cannot.
+    """
     from datasets import Dataset
     from trl import pack_dataset
 
@@ -142,20 +182,26 @@ def pack_lengths(recipe: Recipe, rows: int) -> Iterator[tuple[int, int]]:
     data = Dataset.from_dict({"input_ids": [[0] * int(length) for length in found.lengths[:SAMPLED]]})
     for passes in (1, 2, 4):
         length = math.ceil(rows * found.mean / passes / 8) * 8
-        if length >= max(found.lengths):
-            while len(data) * passes < rows * len(pack_dataset(data, length, "bfd")):
-                length += 8
-            yield passes, length
+        if length < max(found.lengths):
+            continue
+        while len(data) * passes < rows * len(pack_dataset(data, length, "bfd")):
+            length += 8
+        yield passes, length
 
 
 def described(run: sweep.SweepRun) -> str:
     """A candidate in words: zero2, packs of 400, 1 x 2."""
-    values, words = run.values, [run.strategy]
-    words += [f"packs of {values['max_length']}"] if "packing" in values else []
+    values = run.values
+    words = [run.strategy]
+    if not values:
+        words.append("unchanged")
+    if "packing" in values:
+        words.append(f"packs of {values['max_length']}")
     if "per_device_train_batch_size" in values:
         words.append(f"{values['per_device_train_batch_size']} x {values['gradient_accumulation_steps']}")
-    words += [f"activation checkpointing {'on' if values[RECOMPUTES] else 'off'}"] if RECOMPUTES in values else []
-    return ", ".join(words if values else [*words, "unchanged"])
+    if RECOMPUTES in values:
+        words.append(f"activation checkpointing {'on' if values[RECOMPUTES] else 'off'}")
+    return ", ".join(words)
 
 
 # how it is measured
@@ -182,7 +228,9 @@ class Row:
     @property
     def status(self) -> str:
         limit = PACKED_APART if "packing" in self.run.values else APART
-        return "loss differs" if self.apart is not None and not self.apart <= limit else self.metrics.status
+        if self.apart is None or self.apart <= limit:
+            return self.metrics.status
+        return "loss differs"
 
     @property
     def summary(self) -> str:
@@ -200,63 +248,76 @@ MEASURED = [
 ]
 
 
-def halved(
-    field: Sequence[sweep.SweepRun], measure: Callable[[sweep.SweepRun, int, str], Row], seconds: float, to: Console
-) -> list[Row]:
-    """All that were measured, the fastest first: those of later rounds before those of earlier ones. The first round
-    may take half of the time; another one begins only if it will end in time."""
+def halved(field: Sequence[sweep.SweepRun], measure: Callable[..., Row], seconds: float, console: Console) -> list[Row]:
+    """All that were measured, the fastest first: those of later rounds before those of earlier ones.
 
-    def measured(number: int, run: sweep.SweepRun) -> Row:
-        label = f"[{number}/{len(field)}, {steps} steps] {described(run)}"
-        row = measure(run, steps, label)
-        to.print(plain(f"{label}: {row.summary}"), soft_wrap=True)
-        return row
-
-    steps, last, ends = FIRST_STEPS, {}, time.monotonic() + seconds
-    first = measured(1, field[0])
+    `measure`: of a candidate, so many steps, and its place among the others ("1/9").
+    The first round may take half of the time; another one begins only if it will end in time.
+    """
+    ends = time.monotonic() + seconds
+    steps = FIRST_STEPS
+    first = measure(field[0], steps, f"1/{len(field)}")
+    ran = [first]
     if first.speed:
         steps = max(steps, math.ceil(FIRST_SECONDS / first.metrics.step_seconds.median))
-    ran = [first] if steps == FIRST_STEPS else []
+    if steps > FIRST_STEPS:
+        ran = []  # it runs again, with as many steps as the others
+    until = ends - seconds / 2
+    last: dict[str, Row] = {}  # by the candidate's name
     while True:
-        for number, run in enumerate(field[len(ran) :], len(ran) + 1):
-            longest = max((row.seconds for row in ran), default=0.0)
-            if not last and ran and ends - time.monotonic() - longest < seconds / 2:
-                to.print(f"{len(field) - len(ran)} candidates were skipped for lack of time")
+        for number in range(len(ran), len(field)):
+            if ran and time.monotonic() + max(row.seconds for row in ran) > until:
+                console.print(f"{len(field) - number} candidates were skipped for lack of time")
                 break
-            ran.append(measured(number, run))
-        for row in compared(ran):  # of its rounds the fastest counts: other load on the machine only slows one down
-            fastest = max(row, last.get(row.run.name, row), key=lambda one: one.speed)
-            last[row.run.name] = replace(row, metrics=fastest.metrics) if row.status == "ok" else row
+            ran.append(measure(field[number], steps, f"{number + 1}/{len(field)}"))
+        for row in compared(ran):
+            name = row.run.name
+            if name in last and row.status == "ok" and last[name].speed > row.speed:
+                # the fastest round counts: other load on the machine only slows one down
+                row = replace(row, metrics=last[name].metrics)
+            last[name] = row
         ordered = sorted(last.values(), key=lambda row: (row.status == "ok", row.steps, row.speed), reverse=True)
         good = [row for row in ordered if row.status == "ok" and row.steps == steps]
         going_on = good[: math.ceil(len(good) / 2)]
         needed = sum(row.seconds + steps * row.metrics.step_seconds.median for row in going_on)
         if len(good) < 3 or time.monotonic() + needed > ends:
             return ordered
-        field, steps, ran = [row.run for row in going_on], 2 * steps, []
+        field = [row.run for row in going_on]
+        steps *= 2
+        ran = []
+        until = math.inf
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
     """With the distance of their mean losses from that of the first that ran, unpacked where one is."""
-    means = {row.run.name: statistics.fmean(row.metrics.loss_history) for row in rows if row.speed}
-    ran = sorted((row for row in rows if row.speed), key=lambda row: "packing" in row.run.values)
-    known = {name: abs(mean / means[ran[0].run.name] - 1) for name, mean in means.items()}
-    return [replace(row, apart=known.get(row.run.name)) for row in rows]
+    timed = [row for row in rows if row.speed]
+    if not timed:
+        return list(rows)
+    first = min(timed, key=lambda row: "packing" in row.run.values)
+    baseline = statistics.fmean(first.metrics.loss_history)
+    with_distance = []
+    for row in rows:
+        if row.speed:
+            row = replace(row, apart=abs(statistics.fmean(row.metrics.loss_history) / baseline - 1))
+        with_distance.append(row)
+    return with_distance
 
 
 # what is left of it
 
 
 def header(rows: Sequence[Row], processes: int) -> list[str]:
-    card, facts = rows[0].metrics.device, hardware_facts("cpu")
-    machine = f"{facts['cpu']}, {facts['cpu_cores']} cores" + ("" if card == "cpu" else f", {card}")
+    facts = hardware_facts("cpu")
+    machine = f"{facts['cpu']}, {facts['cpu_cores']} cores"
+    card = rows[0].metrics.device
+    if card != "cpu":
+        machine += f", {card}"
     lines = [f"  {described(row.run)}: {row.summary[:100]}" for row in rows]
     return [f"Measured by zero-recipes tune, {processes} processes, {machine}; this recipe is the fastest:", *lines]
 
 
 def tuned(recipe: Recipe, run: sweep.SweepRun, header: Sequence[str]) -> str:
     """The recipe's keys with what the run changed."""
-    text = yaml.safe_dump(
-        yaml.safe_load(recipe.path.read_text()) | dict(run.values), sort_keys=False, allow_unicode=True
-    )
-    return "".join(f"# {line}\n" for line in header) + text
+    keys = yaml.safe_load(recipe.path.read_text()) | dict(run.values)
+    comments = [f"# {line}\n" for line in header]
+    return "".join(comments) + yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)

@@ -9,23 +9,33 @@ from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import code_in
 from zero_recipes.core.findings import first_line
 
-TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tokenizer_config.json",
+)
 
 
 def verify(
     folder: Path, deep: bool = False, skip_checksums: bool = False, trust_remote_code: bool = False
 ) -> dict[str, int]:
-    """Compare a saved model or adapter with its class and its checksums. Of a checkpoint, every file of its manifest is
-    there with its size and checksum, and none would run code. `deep`: no NaN, no Inf, no matrix of zeros.
-    `trust_remote_code`: the code of a model that brings its own may run.
+    """Compare a saved model or adapter with its class and its checksums.
+
+    Of a checkpoint, every file of its manifest is there with its size and checksum, and none would run code.
+    `deep`: no NaN, no Inf, no matrix of zeros.
 
     Returns {"tensors": count, "parameters": elements, "bytes": size of the files with weights}. Raises NotWhole.
     """
     fault = None if save.is_foreign(folder) else save.checkpoint_fault(folder)
     if fault is None and not skip_checksums:
         fault = save.content_fault(folder) or _changed_since_saved(folder)
-    if fault is None and (folder / save.STATE).is_file() and (code := code_in(folder)) is not None:
-        fault = f"{folder} holds {code}. Loading a pickle can run any program, so it was not loaded."
+    if fault is None and (folder / save.STATE).is_file():
+        code = code_in(folder)
+        if code is not None:
+            fault = f"{folder} holds {code}. Loading a pickle can run any program, so it was not loaded."
     if fault is not None:
         raise save.NotWhole(fault)
     entries = save.compare_with_class(folder, trust_remote_code)
@@ -33,9 +43,12 @@ def verify(
         _read_tokenizer(folder, trust_remote_code)
     if deep:
         save.refuse_bad_numbers(entries, zeros=True)
-    size = sum(path.stat().st_size for path in {entry.file for entry in entries.values()})
-    elements = sum(entry.elements for entry in entries.values())
-    return {"tensors": len(entries), "parameters": elements, "bytes": size}
+    files = {entry.file for entry in entries.values()}
+    return {
+        "tensors": len(entries),
+        "parameters": sum(entry.elements for entry in entries.values()),
+        "bytes": sum(path.stat().st_size for path in files),
+    }
 
 
 def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:
@@ -52,13 +65,16 @@ def _changed_since_saved(folder: Path) -> str | None:
     path = folder / save.CHECKSUMS
     if not path.is_file():
         resolved = folder / "recipe.resolved.yaml"
-        has_model = resolved.is_file() and any(folder.glob("*.safetensors"))
-        written = has_model and not yaml.safe_load(resolved.read_text()).get("skip_checksums")
-        return f"{path} is missing, although the run wrote it." if written else None
+        if not resolved.is_file() or not any(folder.glob("*.safetensors")):
+            return None
+        if yaml.safe_load(resolved.read_text()).get("skip_checksums"):
+            return None
+        return f"{path} is missing, although the run wrote it."
     try:
         files = dict(json.loads(path.read_text())["files"])
         wrong = save.first_changed(folder, files, "sha256")
-        if added := sorted({*save.saved_files(folder)} - {*files}):
+        added = sorted(set(save.saved_files(folder)) - files.keys())
+        if added:
             return f"{folder} was changed after saving: it would also load {', '.join(added[:3])}."
     except (OSError, ValueError, TypeError, KeyError) as error:
         return f"{path} cannot be read: {first_line(error)}"
