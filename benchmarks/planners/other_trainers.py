@@ -25,9 +25,9 @@ def main() -> None:
 
 
 def with_heads(worker):
-    patches = worker.patches
-    replace = patches.replace_parts_of_libraries  # rows of the court are of full length: their batches have no mask
-    patches.replace_parts_of_libraries = lambda on_gpu, _, *rest: replace(on_gpu, True, *rest)
+    stand_ins = worker.stand_ins
+    replace = stand_ins.replace_parts_of_libraries  # rows of the court are of full length: their batches have no mask
+    stand_ins.replace_parts_of_libraries = lambda on_gpu, _, *rest: replace(on_gpu, True, *rest)
     build = worker._trainer  # noqa: SLF001 (the one place where a simulated trainer is built)
     worker._trainer = lambda job, *rest: with_head(build, job, *rest)  # noqa: SLF001
     return worker

@@ -146,7 +146,9 @@ def test_simulated_gpus(tmp_path, monkeypatch):
     (folder := tmp_path / "evaluated").mkdir()
     evaluated = job_of(write_recipe(folder, models[1], EVALUATION), models[1], "zero2", 1)
     jobs.append(replace(evaluated, device="gpu", evaluated=(16, 40)))  # 40 tokens with loss
-    found, packed, on_hopper, short = simulation.simulate(jobs)
+    jobs.append(jobs[1].changed(padding_free=True))
+    found, packed, on_hopper, short, unpadded = simulation.simulate(jobs)
+    assert unpadded.source == "engine" and unpadded.max_length == packed.max_length
     buffer = 2 * 40 * 32_768  # TRL's, of the head
     assert buffer < short.peaks["evaluation"] - short.memory_phases["step"] < 2 * buffer
     assert found.at_peak["buckets"] == 0 and found.communication_bytes_per_step == {}

@@ -20,16 +20,16 @@ MOST_KEPT = 1000  # files of a folder
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of the libraries, and a hash of the whole package: a simulation runs its trainer, probes and configuration, so a
-    change of code or tables may change the result."""
-    folder, digest = Path(zero_recipes.__file__).parent, hashlib.sha256()
-    for path in sorted(path for kind in ("*.py", "*.yaml") for path in folder.rglob(kind)):
+    """Of the libraries, and a hash of the whole package: a simulation runs its trainer, probes and configuration."""
+    folder = Path(zero_recipes.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.yaml")]):
         digest.update(path.read_bytes())
     return library_versions() | {"zero_recipes": digest.hexdigest()}
 
 
 def cached(make: Callable[[], Any], *dependencies: Any) -> Any:
-    """What `make` returns, through JSON. An earlier program's result for the same `dependencies` is read from disk."""
+    """What `make` returns, through JSON, or has returned to an earlier program for the same `dependencies`."""
     key = hashlib.sha256(json.dumps([*dependencies, versions()], sort_keys=True).encode()).hexdigest()
     path = FOLDER / f"{key}.json"
     with suppress(OSError, ValueError):  # missing, or incomplete
@@ -43,5 +43,6 @@ def keep(path: Path, text: str) -> None:
     """Write a result for later programs, and delete the oldest beyond MOST_KEPT."""
     with suppress(OSError):  # a full or read-only disk costs the next program its time
         write_text(path, text)
-        for old in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-MOST_KEPT]:
+        by_age = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for old in by_age[:-MOST_KEPT]:
             old.unlink()

@@ -27,10 +27,11 @@ DEFAULTS = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 2048}
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """The verb; `rest` overrides the recipe's keys. Returns 0. Raises Refusal for what cannot be planned."""
+    """The verb; `rest` overrides the recipe's keys. Raises Refusal for what cannot be planned."""
     predict = Predictor(arguments.quick)
-    with working(f"reading {arguments.recipe if arguments.params is None else '--params'}"):
-        request = read_request(arguments, rest) if arguments.params is None else request_of_size(arguments, rest)
+    has_recipe = arguments.params is None
+    with working(f"reading {arguments.recipe if has_recipe else '--params'}"):
+        request = read_request(arguments, rest) if has_recipe else request_of_size(arguments, rest)
         if not arguments.quick and predict.missing(request.jobs()[0]):
             parent.start("gpu")  # loads the engine's libraries meanwhile
         answer = answer_by(Predictor(quick=True), arguments, request)
@@ -45,27 +46,29 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def answer_by(predict: Predict, arguments: argparse.Namespace, request: PlanRequest) -> show.Answer:
-    """The whole answer by these predictions; what is only looked for is looked for by formulas."""
-    quick, (jobs, excluded) = Predictor(quick=True), request.jobs()
+    """The whole answer by these predictions; searches go by formulas."""
+    guess = Predictor(quick=True)
+    jobs, excluded = request.jobs()
     rows = rows_of(request, jobs, predict)
-    if arguments.max and predict.quick == arguments.quick:
+    if arguments.max and predict.quick == arguments.quick:  # a draft goes without
         memory = request.gpu.memory_bytes
-        rows = [replace(row, limits=limits_of(row.job, memory, predict, quick)) for row in rows]
+        rows = [replace(row, limits=limits_of(row.job, memory, predict, guess)) for row in rows]
     machines = on_each_machine(rows, request.gpu)
     advice = best_machine(machines, by_price=arguments.price is not None)
-    other_ways = lighter(request, advice, predict, quick)
+    other_ways = lighter(request, advice, predict, guess)
     return show.Answer(request, rows, excluded, machines, advice, other_ways, arguments.price)
 
 
 def simulated(draft: show.Answer, arguments: argparse.Namespace, predict: Predictor) -> show.Answer:
-    """The engine's answer in place of the formulas'. All that the formulas name is simulated side by side."""
-    predict.prepare([row.job for row in (*draft.rows, *draft.lighter.values())])
+    """The engine's answer: all that the formulas name is simulated side by side."""
+    rows = [*draft.rows, *draft.lighter.values()]
+    predict.prepare([row.job for row in rows])
     return answer_by(predict, arguments, draft.request)
 
 
 @contextmanager
 def _shown_meanwhile(draft: show.Answer, as_json: bool) -> Iterator[None]:
-    """The formulas' answer, until the engine's takes its place; a line on stderr where no terminal can be rewritten."""
+    """The formulas' answer, until the engine's takes its place; without a terminal a line on stderr."""
     console = terminal()
     if as_json or not console.is_terminal:
         with working(f"by formulas: {show.bottom_line(draft)}") as say:
@@ -82,28 +85,45 @@ def _shown_meanwhile(draft: show.Answer, as_json: bool) -> Iterator[None]:
 def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
     """What is requested of a model like Llama that has about so many parameters."""
     config, name = llama(arguments.params)
-    schema = json.loads((FILES / "recipes" / "schema.json").read_text())["properties"]  # TRL's parser waits for torch
-    values = {key: row.get("default") for key, row in schema.items()} | {"datasets": [], "include_for_metrics": []}
-    settings = Settings(values | DEFAULTS)
-    recipe = Recipe(Path("RECIPE.yaml"), settings, DEFAULTS, "")
+    recipe = Recipe(Path("RECIPE.yaml"), _default_settings(), DEFAULTS, "")
     if rest:
         with tempfile.TemporaryDirectory() as folder:
-            write_json(file := Path(folder, "recipe.yaml"), DEFAULTS)  # JSON is YAML
+            file = Path(folder, "recipe.yaml")
+            write_json(file, DEFAULTS)  # JSON is YAML
             recipe = replace(read_recipe(file, rest), path=recipe.path)
     recipe = replace(recipe, settings=recipe.settings.replace(model_name_or_path=name))
-    return replace(read_request(arguments, rest, recipe, config), no_lengths="there is no recipe")
+    request = read_request(arguments, rest, recipe, config)
+    return replace(request, no_lengths="there is no recipe")
+
+
+def _default_settings() -> Settings:
+    """Of the schema: TRL's parser waits for torch."""
+    schema = json.loads((FILES / "recipes" / "schema.json").read_text())
+    values = {key: row.get("default") for key, row in schema["properties"].items()}
+    lists = {"datasets": [], "include_for_metrics": []}
+    return Settings(values | lists | DEFAULTS)
 
 
 def llama(parameters: float) -> tuple[dict, str]:
-    """(config.json in Llama 2's proportions, heads of 128 and as many layers as heads; what it is, in words)."""
+    """(config.json in Llama 2's proportions: heads of 128, as many layers as heads; what it is, in words)."""
     shapes = []
     for heads in range(1, 2**13):
         width = 128 * heads
-        layers = max(1, round((parameters - 2 * VOCABULARY * width) / (12 * width**2)))
-        total = 2 * VOCABULARY * width + 12 * layers * width**2
-        shapes.append((abs(total / parameters - 1) > 0.05, abs(layers - heads), heads, layers, total))
+        embeddings = 2 * VOCABULARY * width
+        layer = 12 * width**2
+        layers = max(1, round((parameters - embeddings) / layer))
+        total = embeddings + layers * layer
+        is_off = abs(total / parameters - 1) > 0.05
+        shapes.append((is_off, abs(layers - heads), heads, layers, total))
     *_, heads, layers, total = min(shapes)
-    config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 131_072}
-    config |= {"hidden_size": 128 * heads, "num_hidden_layers": layers, "num_attention_heads": heads}
-    one, unit = (1e9, "B") if total >= 1e9 else (1e6, "M")
-    return config | {"intermediate_size": 1024 * heads // 3}, f"a Llama of {count(total / one)}{unit} parameters"
+    config = {
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 131_072,
+        "hidden_size": 128 * heads,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 1024 * heads // 3,
+    }
+    size = f"{count(total / 1e9)}B" if total >= 1e9 else f"{count(total / 1e6)}M"
+    return config, f"a Llama of {size} parameters"

@@ -1,8 +1,8 @@
-"""The plan of one run, for zero_recipes/checks/predicted.py: a line of JSON in, one answer out.
+"""The plan of one run, for zero_recipes/checks/predicted.py: a line of JSON in, one out.
 
     python -m zero_recipes.tools.plan.of_run
 
-The answer: {"predicted": what metrics.json carries, "lines": for the log, "findings": errors and warnings}.
+{"predicted": what metrics.json carries, "lines": for the log, "findings": errors and warnings}
 """
 
 import json
@@ -24,7 +24,7 @@ from zero_recipes.tools.plan.formulas import overheads
 from zero_recipes.tools.plan.job import Job, model_config
 from zero_recipes.tools.plan.predict import BY_FORMULAS, Predict, Predictor, fit_of
 
-NAMED = 10**9  # bytes; less may be the process's own: contexts and communicators differ by GPU and driver
+NAMED = 10**9  # bytes; less may be the process's own, by GPU and driver
 PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
 SOURCES = {"engine": "the simulated engine", "formulas": "textbook formulas"}
 STATUSES = {"fits": "fits into", "tight": "tightly fits into", "no": "does not fit into"}
@@ -43,45 +43,60 @@ def main() -> None:
 
 
 def answer_of(question: Mapping[str, Any], predict: Predict) -> dict[str, Any]:
-    started, settings = time.monotonic(), Settings(question["job"]["settings"])
+    started = time.monotonic()
     try:
-        config = model_config(settings)
-        job = Job(settings.model_name_or_path, config, **(question["job"] | {"settings": settings}))
-        if settings.evaluates:
-            rows = known_rows(job, question["recipe"])
-            job = replace(job, evaluated=rows and rows.evaluated)
+        job = _job(question)
         prediction = predict(job)
-    except Refusal as refusal:  # the model's config is not here, or is of no class that can be built
+    except Refusal as refusal:  # no config of the model, or of no class that can be built
         return {"predicted": None, "lines": [f"no plan could be made: {refusal.what}"], "findings": []}
-    lines, findings = [note for note in prediction.notes if BY_FORMULAS in note], []
     peak = f"{size(prediction.allocated_peak_bytes)} at the peak, by {SOURCES[prediction.source]}"
-    if question["cards"]:
-        fit = fit_of(prediction, min(map(left_of, question["cards"])))
+    cards = question["cards"]
+    findings = []
+    if cards:
+        fit = fit_of(prediction, min(map(left_of, cards)))
         peak += f": {STATUSES[fit.status]} {size(fit.capacity)}"
-        findings = too_large(job, prediction, question["cards"], question["recipe"])
-    lines.insert(0, f"{peak}; it took {time.monotonic() - started:.0f} s")
-    predicted = prediction.for_metrics.model_dump(mode="json")
-    return {"predicted": predicted, "lines": lines, "findings": [asdict(found) for found in findings]}
+        findings = too_large(job, prediction, cards, question["recipe"])
+    seconds = time.monotonic() - started
+    why_formulas = [note for note in prediction.notes if BY_FORMULAS in note]
+    return {
+        "predicted": prediction.for_metrics.model_dump(mode="json"),
+        "lines": [f"{peak}; it took {seconds:.0f} s", *why_formulas],
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def _job(question: Mapping[str, Any]) -> Job:
+    values = question["job"]
+    settings = Settings(values["settings"])
+    config = model_config(settings)
+    job = Job(settings.model_name_or_path, config, **(values | {"settings": settings}))
+    if settings.evaluates:
+        rows = known_rows(job, question["recipe"])
+        job = replace(job, evaluated=rows and rows.evaluated)
+    return job
 
 
 def known_rows(job: Job, recipe: str) -> RowLengths | None:
     """The rows of the recipe, where they can be read."""
     from zero_recipes.data.prepare import rows_at_hand  # imports datasets
 
-    found = rows_at_hand(job.settings, Path(recipe))
-    return None if isinstance(found, str) else found
+    rows = rows_at_hand(job.settings, Path(recipe))
+    return None if isinstance(rows, str) else rows
 
 
 def rows_are_shorter(job: Job, recipe: str) -> bool:
-    """Whether every row is known to be shorter than max_length, and none is packed with others."""
-    rows = None if job.settings.packing else known_rows(job, recipe)
+    """Whether every row is known to be shorter than max_length; packed ones are not."""
+    if job.settings.packing:
+        return False
+    rows = known_rows(job, recipe)
     return rows is not None and max(rows.lengths) < (job.settings.max_length or 0)
 
 
 def left_of(card: Mapping[str, Any]) -> int:
     """Bytes of a GPU that no other process uses. `card`: by checks/predicted.py."""
-    others = card["total"] - card["free"] - card["reserved"] - overheads().beside_segments(card["ranks"])
-    return card["total"] - (others if others >= NAMED else 0)
+    own = card["reserved"] + overheads().beside_segments(card["ranks"])
+    others = card["total"] - card["free"] - own
+    return card["total"] - others if others >= NAMED else card["total"]
 
 
 def _described(card: Mapping[str, Any]) -> str:
@@ -89,15 +104,18 @@ def _described(card: Mapping[str, Any]) -> str:
 
 
 def too_large(job: Job, prediction: Prediction, cards: Sequence[Mapping[str, Any]], recipe: str) -> list[Finding]:
-    """The run whose model states are larger than a whole GPU, which is certain; or that does not fit: a warning by
-    formulas, while no plan was compared with a GPU, and where all rows are shorter than the plan's."""
-    states = certain_states(job, prediction)
+    """An error for model states larger than a whole GPU, which is certain, else for a run that does not fit.
+
+    A warning by formulas, while no plan was compared with a GPU, and where all rows are shorter than the plan's.
+    """
     about = {"strategy": job.strategy, "count": job.world_size, "recipe": recipe}
-    smallest, fullest = min(cards, key=lambda card: card["total"]), min(cards, key=left_of)
-    if sum(states.values()) > smallest["total"]:
-        needed = size(sum(states.values()))
-        return [finding("ZR840", **about, size=needed, card=_described(smallest), parts=_listed(states))]
-    if fit_of(prediction, left_of(fullest)).status != "no":
+    states = certain_states(job, prediction)
+    needed = sum(states.values())
+    smallest = min(cards, key=lambda card: card["total"])
+    if needed > smallest["total"]:
+        return [finding("ZR840", **about, size=size(needed), card=_described(smallest), parts=_listed(states))]
+    fullest = min(cards, key=left_of)
+    if fit_of(prediction, left_of(fullest)).runs:
         return []
     is_certain = prediction.source == "engine" and overheads().measured and not rows_are_shorter(job, recipe)
     largest = sorted(prediction.at_peak.items(), key=lambda part: -part[1])[:3]
@@ -120,16 +138,21 @@ def _listed(parts: Mapping[str, int]) -> str:
 
 
 def certain_states(job: Job, prediction: Prediction) -> dict[str, int]:
-    """Bytes of model states that one GPU holds all at once: those that the simulated engine has allocated; by formulas
-    weights that nothing packs and the states of torch's own Adam."""
+    """Bytes of model states that one GPU holds all at once.
+
+    By formulas: of weights that nothing packs, and of torch's own Adam.
+    """
     states = prediction.model_state_bytes
     if prediction.source == "engine":
         return {"weights": states.params, "gradients": states.grads, "optimizer": states.optimizer}
     if job.quantizes or job.zero.zero.get("zero_quantized_nontrainable_weights"):
         return {}
-    by_deepspeed = ((job.ds_config or {}).get("optimizer") or {}).get("type", "AdamW") not in ("Adam", "AdamW")
-    is_plain_adam = job.settings.optim in PLAIN_ADAM and not by_deepspeed and not changes_arithmetic(job)
-    return {"weights": states.params, "optimizer": states.optimizer if is_plain_adam else 0}
+    certain = {"weights": states.params}
+    block = job.zero.optimizer or {}
+    is_plain = job.settings.optim in PLAIN_ADAM and block.get("type", "AdamW") in ("Adam", "AdamW")
+    if is_plain and not changes_arithmetic(job):
+        certain["optimizer"] = states.optimizer
+    return certain
 
 
 if __name__ == "__main__":

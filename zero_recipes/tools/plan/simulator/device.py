@@ -1,7 +1,8 @@
 """A device that stands for a GPU on a machine without one: fake tensors can be on it, apart from the host's.
 
-torch lets a program name a device of its own (PrivateUse1); torch 2.13 without CUDA cannot differentiate fake tensors
-on "cuda". Nothing computes here: streams, events and synchronisation do nothing, memory is without end.
+torch lets a program name a device of its own (PrivateUse1).
+torch 2.13 without CUDA cannot differentiate fake tensors on "cuda".
+Streams, events and synchronisation do nothing, memory is without end.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "gpu"
 ENDLESS = 1 << 50
-
 BLOCK = 512  # bytes: c10/cuda/CUDACachingAllocator.cpp rounds every allocation up to it
 
 
@@ -32,24 +32,25 @@ class Stream(contextlib.nullcontext):
         super().__init__(self)
 
     wait_stream = wait_event = synchronize = answers()
-    query, record_event = answers(True), answers(Event())
+    query = answers(True)
+    record_event = answers(Event())
 
 
 _DEFAULT_STREAM = Stream()
-
-
 _kernels = torch.library.Library("aten", "IMPL", "PrivateUse1")  # a registration ends with its library
 
 
 class _Backend:
     """What torch asks of a device's module (torch.gpu.*)."""
 
-    Stream, Event = Stream, Event
+    Stream = Stream
+    Event = Event
     is_available = is_initialized = is_bf16_supported = answers(True)
-    device_count, current_device = answers(1), answers(0)
-    set_device = manual_seed_all = set_rng_state = synchronize = empty_cache = answers()
     _is_in_bad_fork = answers(False)
+    device_count = answers(1)
+    current_device = answers(0)
     current_stream = answers(_DEFAULT_STREAM)
+    set_device = manual_seed_all = set_rng_state = synchronize = empty_cache = answers()
     mem_get_info = answers((ENDLESS, ENDLESS))
     get_amp_supported_dtype = answers([torch.bfloat16, torch.float16])
     device = stream = answers(contextlib.nullcontext())
@@ -62,20 +63,26 @@ def set_up_fake_gpu() -> None:
     """Make the device known to torch and DeepSpeed. Once in a process, before any tensor is made."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
     torch.Tensor.record_stream = lambda *_: None
+    _numbers_without_a_copy()
+    _deepspeed_accelerator()
+
+
+def _numbers_without_a_copy() -> None:
+    """torch 2.13: torch.tensor copies from the host, without a kernel here. So does tensor[..., [index]] (Falcon)."""
     plain = torch.tensor
 
     def tensor(*arguments, device=None, **keywords):
-        """torch 2.13 copies the numbers from the host, for which this device has no kernel."""
         made = plain(*arguments, **keywords)
         if device is None or torch.device(device).type != NAME:
             return made
         return torch.empty(made.shape, dtype=made.dtype, device=device)
 
+    def empty_strided(size, stride, dtype=None, **_):
+        return torch._C._acc.create_empty_tensor(size, dtype)
+
     torch.tensor = tensor
-    # tensor[..., [index]] (Falcon) does so too, in C++
-    _kernels.impl("empty_strided", lambda size, stride, dtype=None, **_: torch._C._acc.create_empty_tensor(size, dtype))
+    _kernels.impl("empty_strided", empty_strided)
     _kernels.impl("_copy_from", lambda source, to, *_: to)
-    _deepspeed_accelerator()
 
 
 def _deepspeed_accelerator() -> None:
@@ -86,16 +93,19 @@ def _deepspeed_accelerator() -> None:
     class Accelerator(CPU_Accelerator):
         def __init__(self):
             super().__init__()
-            self._name, self._communication_backend_name = NAME, "fake"
+            self._name = NAME
+            self._communication_backend_name = "fake"
 
-        is_synchronized_device, is_fp16_supported = answers(False), answers(True)
-        current_device, current_device_name, device_count = answers(0), answers(f"{NAME}:0"), answers(1)
-        current_stream = default_stream = answers(_DEFAULT_STREAM)
-        available_memory = total_memory = answers(ENDLESS)
+        is_synchronized_device = answers(False)
+        is_fp16_supported = answers(True)
+        current_device_name = answers(f"{NAME}:0")
+        device_count = answers(1)
+        current_device = answers(0)
         memory_allocated = max_memory_allocated = memory_reserved = max_memory_reserved = answers(0)
-        reset_peak_memory_stats = reset_max_memory_allocated = reset_max_memory_cached = answers()
-        memory_stats, device = answers({}), answers(contextlib.nullcontext())
-        stream, empty_cache = answers(contextlib.nullcontext()), answers()
+        available_memory = total_memory = answers(ENDLESS)
+        memory_stats = answers({})
+        current_stream = default_stream = answers(_DEFAULT_STREAM)
+        device = answers(contextlib.nullcontext())
 
         def device_name(self, device_index=None):
             return NAME if device_index is None else f"{NAME}:{device_index}"
@@ -106,5 +116,6 @@ def _deepspeed_accelerator() -> None:
         def pin_memory(self, tensor, align_bytes=1, **_):
             return tensor.pin_memory()
 
-    Accelerator.Stream, Accelerator.Event = Stream, Event
+    Accelerator.Stream = Stream
+    Accelerator.Event = Event
     real_accelerator.set_accelerator(Accelerator())

@@ -2,8 +2,8 @@
 
     python -m zero_recipes.tools.plan.simulator.parent DEVICE
 
-The process imports the libraries and stays. It reads lines [how many at once, [{"job", "rank"}]], and prints for each
-task a line: its number, and its answer.
+The process imports the libraries and stays.
+It reads lines [how many at once, [{"job", "rank"}]], and prints a line for each task: its number, its answer.
 """
 
 import json
@@ -29,10 +29,10 @@ from zero_recipes.metrics.schema import ModelStateBytes, Prediction
 if TYPE_CHECKING:
     from zero_recipes.tools.plan.job import Job
 
-WORKER = ("-m", "zero_recipes.tools.plan.simulator.parent")  # what the child runs; benchmarks/planners/ has its own
+WORKER = ("-m", "zero_recipes.tools.plan.simulator.parent")  # benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
-OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-OF_A_LAUNCHER += ("MASTER_",)
+OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "RANK")
+OF_A_LAUNCHER += ("TORCHELASTIC_", "WORLD_SIZE")
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
@@ -55,33 +55,39 @@ def not_simulated(job: "Job") -> str | None:
         "the recipe sets no max_length": job.settings.max_length is None,
         "bitsandbytes multiplies 8-bit weights in its own kernels": job.settings.load_in_8bit,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    for reason, holds in reasons.items():
+        if holds:
+            return reason
+    return None
 
 
 def simulate(jobs: Sequence["Job"], deadline: float | None = None) -> list[Prediction | str]:
     """Of jobs of one device; the error of one that fails, or is not ready by `deadline`, a time.monotonic()."""
-    tasks = [(index, rank) for index, job in enumerate(jobs) for rank in _ranks(job)]
-    # stage 3 takes longest and comes first, so that no core is left alone with it at the end
+    tasks = []  # (a job's index, its task)
+    for index, job in enumerate(jobs):
+        simulated = _own_sequences(job).as_dict()
+        tasks += [(index, {"job": simulated, "rank": rank}) for rank in _ranks(job)]
+    # stage 3 takes longest: no core is left alone with it at the end
     tasks.sort(key=lambda task: jobs[task[0]].zero_stage != 3)
-    found: list[dict[int, dict[str, Any]]] = [{} for _ in jobs]
-    simulated = [_own_sequences(job).as_dict() for job in jobs]
-    answers = _answers([{"job": simulated[index], "rank": rank} for index, rank in tasks], deadline)
+    by_rank = [{} for _ in jobs]  # each job's answers
+    answers = _answers([task for _, task in tasks], deadline)
     for number, answer in track(answers, "simulating", len(tasks), console=terminal(stderr=True), transient=True):
-        index, rank = tasks[number]
-        found[index][rank] = answer
-    return [_prediction(job, [ranks[rank] for rank in _ranks(job)]) for job, ranks in zip(jobs, found, strict=True)]
+        index, task = tasks[number]
+        by_rank[index][task["rank"]] = answer
+    return [_prediction(job, ranks) for job, ranks in zip(jobs, by_rank, strict=True)]
 
 
 def _own_sequences(job: "Job") -> "Job":
-    """Under Ulysses a rank's part of each sequence, as a sequence of its own: the same tensors, but for those that one
-    attention swaps at a time."""
+    """Under Ulysses a rank's part of each sequence as one of its own: the same tensors, but for those it swaps."""
     shared = job.sequence_parallel
-    own = {"max_length": job.settings.max_length // shared, "sequence_parallel_size": 1, "pad_to_multiple_of": None}
-    return job if shared == 1 else job.changed(**own)
+    if shared == 1:
+        return job
+    length = job.settings.max_length // shared
+    return job.changed(max_length=length, sequence_parallel_size=1, pad_to_multiple_of=None)
 
 
 def _ranks(job: "Job") -> list[int]:
-    """The first and the last at stages 1 and 2, whose flat partitions cut other tensors. Elsewhere all are alike."""
+    """The first and the last at stages 1 and 2, whose partitions cut other tensors. Elsewhere all are alike."""
     return sorted({0, job.world_size - 1}) if job.zero_stage in (1, 2) else [0]
 
 
@@ -89,30 +95,28 @@ _started: dict[tuple[str, ...], tuple[subprocess.Popen, IO[str]]] = {}
 
 
 def start(device: str) -> tuple[subprocess.Popen, IO[str]]:
-    """(the process that simulates jobs of this device, what it writes to stderr). It imports the libraries meanwhile,
-    and ends with this one."""
+    """(the process that simulates jobs of this device, its stderr). It imports the libraries meanwhile."""
     command = (sys.executable, *WORKER, device)
     if command not in _started or _started[command][0].poll() is not None:
-        own = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)} | ENVIRONMENT
+        own = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)}
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        _started[command] = subprocess.Popen(command, stderr=errors, text=True, env=own, **pipes), errors
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        _started[command] = subprocess.Popen(command, text=True, env=own | ENVIRONMENT, **pipes), errors
     return _started[command]
 
 
 def _answers(tasks: list[dict], deadline: float | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number of a task, its answer) as each is ready. Where the process ends before all are, the others' `error`."""
-    if not tasks:
-        return
+    """(number of a task, its answer) as each is ready. Where the process ends early, the others' `error`."""
     process, errors = start(tasks[0]["job"]["device"])
+    child = psutil.Process(process.pid)
     at_once = max(1, min(Host().cores(), psutil.virtual_memory().available // RESIDENT))  # each takes a core
     missing = set(range(len(tasks)))
-    end = lambda: kill_with_children(psutil.Process(process.pid))  # noqa: E731
-    timer = threading.Timer(threading.TIMEOUT_MAX if deadline is None else deadline - time.monotonic(), end)
+    seconds = threading.TIMEOUT_MAX if deadline is None else deadline - time.monotonic()
+    timer = threading.Timer(seconds, kill_with_children, [child])
     timer.daemon = True
     timer.start()
     try:
-        with suppress(BrokenPipeError):  # it has ended: said below, of each task
+        with suppress(BrokenPipeError):  # it has ended: said below
             print(json.dumps([at_once, tasks], default=str), file=process.stdin, flush=True)
         while missing and (line := process.stdout.readline()):
             number, answer = line.split(maxsplit=1)
@@ -121,34 +125,38 @@ def _answers(tasks: list[dict], deadline: float | None) -> Iterator[tuple[int, d
     finally:
         timer.cancel()
         if missing:  # the other answers would be taken for those to the next tasks
-            if process.poll() is None:
-                end()
+            kill_with_children(child)
             process.communicate()
     if missing:
         errors.seek(0)
         error = "".join(errors.readlines()[-3:]).strip() or f"exit code {process.returncode}"
-        yield from ((number, {"error": error}) for number in missing)
+        for number in missing:
+            yield number, {"error": error}
 
 
-def _prediction(job: "Job", ranks: list[dict[str, Any]]) -> Prediction | str:
+def _prediction(job: "Job", by_rank: dict[int, dict[str, Any]]) -> Prediction | str:
     """The rank that needs most, with what the ranks need together; or the error of one."""
-    from zero_recipes.tools.plan.formulas import (  # imports torch: `start` need not wait for it
-        Sizes,
-        prediction_of,
-        shape_of,
-    )
+    from zero_recipes.tools.plan import formulas  # imports torch: `start` need not wait for it
 
+    ranks = [by_rank[rank] for rank in sorted(by_rank)]
     for rank in ranks:
         if "error" in rank:
             return rank["error"]
+    states = {}
+    for part in ranks[0]["model_state_bytes"]:
+        states[part] = max(rank["model_state_bytes"][part] for rank in ranks)
     most = max(ranks, key=lambda rank: rank["allocated_peak_bytes"])
-    sizes, imports = Sizes(job, shape_of(job.config, job.settings)), most.pop("imports")
+    imports = most.pop("imports")
     host = (imports + most.pop("host_load"), imports + most.pop("host_training"))
-    states = [rank["model_state_bytes"] for rank in ranks]
-    most["model_state_bytes"] = ModelStateBytes(**{part: max(s[part] for s in states) for part in states[0]})
-    most |= {"source": "engine", "max_length": job.settings.max_length, "notes": []}
-    most["flops_per_step"] = sizes.flops()
-    return prediction_of(job, sizes.weights, sizes.terms.saved, host, **most)
+    sizes = formulas.Sizes(job, formulas.shape_of(job.config, job.settings))
+    most |= {
+        "source": "engine",
+        "max_length": job.settings.max_length,
+        "model_state_bytes": ModelStateBytes(**states),
+        "flops_per_step": sizes.flops(),
+        "notes": [],
+    }
+    return formulas.prediction_of(job, sizes.weights, sizes.terms.saved, host, **most)
 
 
 def main(device: str) -> None:
@@ -156,11 +164,12 @@ def main(device: str) -> None:
     end_with_parent()  # a run that is killed leaves no plan behind
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr
-    with imported_for_good():  # to look through a million objects again takes a second, in each fork too
+    with imported_for_good():  # or each fork would look through a million objects again
         worker = load_worker(device)
     for line in sys.stdin:
         at_once, tasks = json.loads(line)
-        waiting, running = list(enumerate(tasks)), {}
+        waiting = list(enumerate(tasks))
+        running = {}
         while waiting or running:
             while waiting and len(running) < at_once:
                 number, task = waiting.pop(0)

@@ -1,7 +1,7 @@
 """One rank of one run, without numbers: the real Trainer and DeepSpeed engine take two steps under fake tensors.
 
-For forks of a process of its own (parent.py `main`), for it replaces parts of the libraries (stand_ins.py) that no
-training may meet. No thread may run and no process group may exist before the forks.
+For forks of a process of its own (parent.py `main`): no training may meet the replaced parts of stand_ins.py.
+No thread may run and no process group may exist before the forks.
 """
 
 import contextlib
@@ -10,13 +10,12 @@ import os
 import sys
 import tempfile
 import traceback
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
-from unittest.mock import patch
 
 import deepspeed
-import deepspeed.runtime.zero.muon.muon_optimizer  # every engine does, and with it torch's compiler
+import deepspeed.runtime.zero.muon.muon_optimizer  # as every engine does, with torch's compiler
 import peft  # noqa: F401
 import psutil
 import torch
@@ -47,43 +46,59 @@ from zero_recipes.training.token_loss import TokenWeights
 
 STEPS = 2  # Adam's states appear in the first; the second is as all that follow
 TRAINING = ("forward", "backward", "step", "between")
-AFTERWARDS = ("evaluation", "best model")  # what a run does beside its steps
 
-# Of a recipe's keys, what has no part in a step's memory and would ask for files, networks or numbers.
+# keys without a part in a step's memory, which would ask for files, networks or numbers
 LEFT_OUT = {
-    **dict.fromkeys(("tf32", "fsdp", "resume_from_checkpoint", "dataloader_prefetch_factor", "dataset_num_proc"), None),
-    **dict.fromkeys(("model_init_kwargs", "chat_template_path", "eos_token", "pad_token"), None),
-    **dict.fromkeys(("completion_only_loss", "attn_implementation"), None),
-    **dict.fromkeys(("load_best_model_at_end", "save_model", "push_to_hub", "assistant_only_loss"), False),
-    **dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "no"),
-    **{"max_steps": STEPS, "disable_tqdm": True, "dataloader_num_workers": 0, "run_name": "plan", "report_to": "none"},
+    "assistant_only_loss": False,
+    "attn_implementation": None,
+    "chat_template_path": None,
+    "completion_only_loss": None,
+    "dataloader_num_workers": 0,
+    "dataloader_prefetch_factor": None,
+    "dataset_num_proc": None,
+    "disable_tqdm": True,
+    "eos_token": None,
+    "eval_strategy": "no",
+    "fsdp": None,
+    "load_best_model_at_end": False,
+    "logging_strategy": "no",
+    "max_steps": STEPS,
+    "model_init_kwargs": None,
+    "pad_token": None,
+    "push_to_hub": False,
+    "report_to": "none",
+    "resume_from_checkpoint": None,
+    "run_name": "plan",
+    "save_model": False,
+    "save_strategy": "no",
+    "tf32": None,
     "use_cpu": True,  # the device is set below
 }
 
 
 def run(task: dict, answer: TextIO) -> NoReturn:
-    """A fork's whole life. `answer`: where its answer is written, as JSON; `error` in it says what went wrong."""
+    """A fork's whole life. `answer`: takes JSON; `error` in it says what went wrong."""
     end_with_parent()
     try:
         job = Job.from_dict(task["job"])
         if job.ds_config is None and job.settings.fp16:
-            # the same bytes but for the loss scale, which accelerate 1.15 (accelerator.py) has for real devices alone
+            # the same bytes but for the loss scale: accelerate 1.15 (accelerator.py) has it for real devices alone
             job = job.changed(fp16=False, bf16=True)
         _start_group(job, task["rank"])
         with tempfile.TemporaryDirectory() as folder:
             found = train_two_steps(job, folder)
-    except BaseException as error:  # whatever it is, the parent must hear of it
+    except BaseException as error:  # the parent must hear of it
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {first_line(error)}"}
     json.dump(found, answer)
     answer.flush()
     sys.stderr.flush()
-    os._exit(0)  # the pretended group has nobody to say goodbye to
+    os._exit(0)  # the group is a fake: nobody waits
 
 
 def _start_group(job: Job, rank: int) -> None:
     """A process group of the job's size in which every collective succeeds and moves nothing."""
-    if job.world_size == 1 and job.ds_config is None and not job.is_fsdp:  # nothing is wrapped
+    if job.world_size == 1 and job.ds_config is None:  # nothing is wrapped
         return
     os.environ.update(
         RANK=str(rank),
@@ -102,82 +117,90 @@ def _start_group(job: Job, rank: int) -> None:
 
 
 def train_two_steps(job: Job, folder: str) -> dict:
-    """Build the run as run_sft.py does, under fake tensors, train two steps, and return what was counted."""
+    """Build the run as run_sft.py does, train two steps under fake tensors, and return the counts."""
     quieten()
-    on_gpu = job.device == "gpu"
-    accumulation = job.settings.gradient_accumulation_steps
     settings = job.settings.replace(**LEFT_OUT, output_dir=folder, deepspeed=job.ds_config)
-    settings = settings.replace(gradient_accumulation_steps=min(accumulation, 2))
+    settings = settings.replace(gradient_accumulation_steps=min(job.settings.gradient_accumulation_steps, 2))
     strategy = resolve_strategy(settings, {"WORLD_SIZE": str(job.world_size)}, size_of)
     _, training_args, model_args, _ = recipes.trl_arguments(settings, Path("plan.yaml"))
     # transformers and accelerate have taken the CPU for want of anything else
-    PartialState._shared_state["device"] = torch.device("gpu:0" if on_gpu else "cpu")
-    training_args.__dict__["_setup_devices"] = torch.device("gpu:0" if on_gpu else "cpu")
+    on_gpu = job.device == "gpu"
+    main_device = torch.device("gpu:0" if on_gpu else "cpu")
+    PartialState._shared_state["device"] = main_device
+    training_args.__dict__["_setup_devices"] = main_device
 
     host = LiveStorages("cpu")
     in_one = training_args.packing or training_args.padding_free
     full_rows = training_args.per_device_train_batch_size == 1 or in_one
-    stand_ins.replace_parts_of_libraries(on_gpu, full_rows, in_one, partial(patch.object, host, "is_pinned", True))
+    stand_ins.replace_parts_of_libraries(on_gpu, full_rows, in_one, host)
     casts = job.zero.autocast or job.settings.precision  # without DeepSpeed, or by its torch_autocast
     if on_gpu and casts != "fp32":
         stand_ins.set_up_autocast(torch.bfloat16 if casts == "bf16" else torch.float16)
     imports = psutil.Process().memory_info().rss
-    tracker = LiveStorages("gpu", device.BLOCK) if on_gpu else LiveStorages("cpu")
-    observed = Observed(tracker, host) if on_gpu else Observed(tracker)
-    with FakeTensorMode(allow_non_fake_inputs=True), observed:
+    trackers = [LiveStorages("gpu", device.BLOCK), host] if on_gpu else [LiveStorages("cpu")]
+    with FakeTensorMode(allow_non_fake_inputs=True), Observed(*trackers):
         trainer = _trainer(job, strategy, training_args, model_args)
-        trainer.watch = watch = Watch(trainer, strategy, tracker, host, accumulation)
+        watch = Watch(trainer, strategy, trackers[0], host, job.settings.gradient_accumulation_steps)
+        trainer.watch = watch
         trainer.add_callback(watch)
         trainer.train()
         if job.settings.evaluates:
-            rows = training_args.world_size * training_args.per_device_eval_batch_size
             longest, with_loss = job.evaluated or (training_args.max_length, None)
-            with stand_ins.loss_of_some(with_loss) if on_gpu and with_loss else contextlib.nullcontext():
-                watch.evaluate(_rows(longest, rows))
+            if on_gpu and with_loss:
+                stand_ins.loss_of_some(with_loss)
+            watch.evaluate(_rows(longest, training_args.world_size * training_args.per_device_eval_batch_size))
         if job.settings.load_best_model_at_end and strategy.is_deepspeed:
             watch.load_best_model()
     return watch.found() | {"imports": imports}
 
 
 def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "WatchedSFTTrainer":
-    """The trainer as run_sft.py builds it."""
-    config = dict(job.config)
-    config = AutoConfig.for_model(config.pop("model_type"), **config)
-    dtype = model_args.dtype
-    dtype = (config.dtype or torch.float32) if dtype in ("auto", None) else getattr(torch, dtype)
-    attention = stand_ins.attention_of(job.settings.attn_implementation, job.device == "gpu")
+    """As run_sft.py builds it."""
     if strategy.zero_stage == 3:
         keep_precision_of_new_adapters()
-    packs = job.settings.load_in_4bit  # then transformers builds the model without deepspeed.zero.Init
-    with set_zero3_state() if packs else contextlib.nullcontext():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    if packs:
-        stand_ins.pack_in_4_bits(model, get_quantization_config(model_args), training_args.device)
-        keep_4bit_layout(model)
+    model = _model(job, model_args, training_args.device)
     if job.device == "gpu" and strategy.zero_stage != 3:  # as DeepSpeed does: engine.py `_configure_distributed_model`
-        if strategy.is_deepspeed and (training_args.bf16 or training_args.fp16):
-            model.bfloat16() if training_args.bf16 else model.half()  # `to` refuses packed weights
+        if strategy.is_deepspeed and training_args.bf16:  # `to` refuses packed weights
+            model.bfloat16()
+        elif strategy.is_deepspeed and training_args.fp16:
+            model.half()
         model.to(training_args.device)
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}))  # the least that SFTTrainer takes: rows are tokens
-    rows = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
-    with rows_are_cut(training_args):
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}))  # the least that SFTTrainer takes
+    count = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
+    rows = _rows(training_args.max_length, count * job.world_size)
+    with rows_are_cut(training_args):  # without max_length
         return WatchedSFTTrainer(
             model=model,
             args=training_args,
-            train_dataset=_rows(training_args.max_length, rows * job.world_size),
+            train_dataset=rows,
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
             peft_config=adapter_config(job.settings),
         )
 
 
+def _model(job: Job, model_args, main_device: torch.device) -> torch.nn.Module:
+    config = dict(job.config)
+    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    dtype = model_args.dtype
+    dtype = (config.dtype or torch.float32) if dtype in ("auto", None) else getattr(torch, dtype)
+    attention = stand_ins.attention_of(job.settings.attn_implementation, job.device == "gpu")
+    packs = job.settings.load_in_4bit  # then transformers builds the model without deepspeed.zero.Init
+    with set_zero3_state() if packs else contextlib.nullcontext():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    if packs:
+        stand_ins.pack_in_4_bits(model, get_quantization_config(model_args), main_device)
+        keep_4bit_layout(model)
+    return model
+
+
 def _rows(length: int, count: int) -> Dataset:
-    """So many tokenised rows of this length; what they say plays no part."""
+    """Tokenised rows; what they say plays no part."""
     row = [1] * length
     return Dataset.from_dict({"input_ids": [row] * count, "labels": [row] * count})
 
 
 class WatchedSFTTrainer(SFTTrainer):
-    """SFTTrainer with a real run's token weights, which says when forward ends and backward begins."""
+    """With a real run's token weights; names the phases."""
 
     watch: "Watch"
 
@@ -207,26 +230,22 @@ class WatchedSFTTrainer(SFTTrainer):
         return loss
 
 
+@dataclass(eq=False)
 class Watch(TrainerCallback):
-    """Names the phases to the tracker, and reads what metrics.json of a real run would hold. The first of two steps
-    builds Adam's states, the second is read; peaks are of both."""
+    """Names the phases to the tracker, and reads the second step as a real run's metrics.json. Peaks are of both."""
 
-    def __init__(
-        self,
-        trainer: WatchedSFTTrainer,
-        strategy: Strategy,
-        tracker: LiveStorages,
-        host: LiveStorages,
-        accumulation: int,
-    ):
-        """`accumulation`: micro steps of a step in the recipe; at most two are simulated, others are as the first."""
-        self.trainer, self.strategy, self.accumulation = trainer, strategy, accumulation
-        self.tracker, self.host = tracker, host
-        self.parameters, self.trainable = parameter_counts(trainer.model)
-        self.bytes: dict[str, int] = {}  # allocated after each phase: what StateProbe records
-        self.done = 0
+    trainer: WatchedSFTTrainer
+    strategy: Strategy
+    tracker: LiveStorages
+    host: LiveStorages
+    accumulation: int  # micro steps of the recipe's step; at most two are simulated, others are as the first
+    steps: int = 0  # done
+
+    def __post_init__(self):
+        self.parameters, self.trainable = parameter_counts(self.trainer.model)
+        self.bytes = {}  # allocated after each phase: what StateProbe records
         self.record("model_loaded")
-        for parameter in trainer.model.parameters():
+        for parameter in self.trainer.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._own_gradient)
 
@@ -240,7 +259,7 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.record("engine_built")
-        self.host_load = max(self.host.peaks.values(), default=0)
+        self.host_load = max(self.host.peaks.values())
         self.host.forget_peaks()
         self.probe = StateProbe(self.trainer.model, self.trainer.optimizer, self.strategy, self.record)
         self._assign()
@@ -259,18 +278,19 @@ class Watch(TrainerCallback):
         self.tracker.forget_peaks()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.done == 1:
+        if self.steps == 1:
             self.probe.attach()
 
     def on_step_end(self, args, state, control, **kwargs):
         self.tracker.enter("between")
-        if self.done == 1:
+        if self.steps == 1:
             self.states = self.probe.detach()
-        self.done += 1
+        self.steps += 1
         self._assign()
 
     def _assign(self) -> None:
-        parameters, optimizer = self.probe.parameters, self.probe.states_of
+        parameters = self.probe.parameters
+        optimizer = self.probe.states_of
         for tracker in (self.tracker, self.host):
             tracker.assign(getattr(self.trainer.model_wrapped, "buckets", []), "buckets")  # of DistributedDataParallel
             tracker.assign(gradient_tensors(parameters, optimizer), "grads")
@@ -289,30 +309,29 @@ class Watch(TrainerCallback):
         self.tracker.enter("between")
 
     def load_best_model(self) -> None:
-        """What load_best_model_at_end loads beside what is there: torch's Optimizer.load_state_dict makes all
-        the new states before it drops the old ones (deepspeedai/DeepSpeed#3938)."""
-        states = base_optimizer(self.trainer.optimizer).state.values()
+        """torch's Optimizer.load_state_dict makes new states before it drops the old (deepspeedai/DeepSpeed#3938)."""
         self.tracker.enter("best model")
-        again = [value.clone() for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        again = []
+        for state in base_optimizer(self.trainer.optimizer).state.values():
+            again += [value.clone() for value in state.values() if isinstance(value, torch.Tensor)]
         del again
         self.tracker.enter("between")
 
     def found(self) -> dict:
-        """What this rank needs; metrics/schema.py says what the keys mean."""
-        peaks = {phase: self.tracker.peaks.get(phase, 0) for phase in TRAINING}
-        peaks |= {phase: self.tracker.peaks[phase] for phase in AFTERWARDS if phase in self.tracker.peaks}
-        phase = max(peaks, key=peaks.get)
+        """What this rank needs, by names of metrics/schema.py."""
+        peaks = dict.fromkeys(TRAINING, 0) | self.tracker.peaks
+        highest = max(peaks, key=peaks.get)
         return {
             "parameters": self.parameters,
             "trainable_parameters": self.trainable,
-            "allocated_peak_bytes": peaks[phase],
-            "peak_phase": phase,
-            "at_peak": self.tracker.at_peak[phase],
+            "allocated_peak_bytes": peaks[highest],
+            "peak_phase": highest,
+            "at_peak": self.tracker.at_peak[highest],
             "peaks": peaks,
             "model_state_bytes": self.states,
             "memory_phases": self.bytes,
             "host_load": self.host_load,
-            "host_training": max(self.host.peaks.values(), default=0),
+            "host_training": max(self.host.peaks.values()),
             "communication_bytes_per_step": self._communication(),
         }
 
@@ -321,6 +340,5 @@ class Watch(TrainerCallback):
         other, last = (everywhere for everywhere, _ in self.communication.steps[-2:])
         if self.accumulation == 1 or not self.strategy.is_deepspeed:
             return last  # DistributedDataParallel reduces in the last micro step only
-        return {
-            name: last.get(name, 0) + (self.accumulation - 1) * other.get(name, 0) for name in sorted({*last, *other})
-        }
+        others = self.accumulation - 1
+        return {name: last.get(name, 0) + others * other.get(name, 0) for name in sorted({*last, *other})}
