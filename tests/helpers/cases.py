@@ -154,13 +154,13 @@ def fresh_adam() -> dict:
     return left
 
 
-def attends_by_row() -> bool:
-    """Whether sdpa takes packs apart in this process."""
+def train_and_see_attention(argv: list[str]) -> dict:
+    """`train`, and whether sdpa took packs apart."""
     from transformers import AttentionInterface
 
     from zero_recipes.engine import patches
 
-    return AttentionInterface()["sdpa"] is patches._by_row
+    return train(argv) | {"by_row": AttentionInterface()["sdpa"] is patches._by_row}
 
 
 def engine_config(argv: list[str]) -> dict:
