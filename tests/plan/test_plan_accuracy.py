@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FalconConfig
 
+from tests.helpers import plan_cases
 from tests.helpers.compared_jobs import job_of, write_recipe
 from tests.helpers.tiny import ROOT, llama_config, write_model
 from zero_recipes.tools.plan.formulas import overheads, predict_by_formulas
@@ -114,7 +115,7 @@ def test_the_plan_is_what_a_run_takes(model, case, planned, request, tmp_path):
     argv = [str(recipe), "--output_dir", str(tmp_path / "out")]
     argv += [] if strategy == "single" else ["--deepspeed", str(ROOT / "ds_configs" / f"{strategy}.json")]
     group = request.getfixturevalue("one" if case in ALONE else "two")
-    ranks = group.run("plan_cases.train_profiled", argv=argv)
+    ranks = group.run(plan_cases.train_profiled, argv=argv)
     metrics = ranks[0]["metrics"]
 
     states = predicted.model_state_bytes.model_dump()
