@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import cases, family_cases
+from tests.helpers import cases, ending_cases, family_cases
 from tests.helpers.group import CaseFailed
 from tests.helpers.tiny import arguments, write_model, write_recipe
 from zero_recipes.core.findings import Refusal
@@ -99,7 +99,7 @@ def test_a_folder_in_use_is_refused_and_its_files_stay(two, recipe, tmp_path):
         theirs = tmp_path / SWAPPED / "optimizer" / "rank0" / "0_1.tensor.swp"
         theirs.parent.mkdir(parents=True)
         theirs.write_text("states")
-        refused = two.run(cases.refusal_of, argv=[*argv, "--nvme_path", str(tmp_path)])
+        refused = two.run(ending_cases.refusal_of, argv=[*argv, "--nvme_path", str(tmp_path)])
         assert refused == [f"another run swaps to {tmp_path} [ZR622]"] * 2
         assert theirs.read_text() == "states"
 

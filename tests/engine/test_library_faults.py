@@ -12,14 +12,14 @@ from tests.helpers.tiny import arguments, named, write_recipe
 
 def test_stage_0_begins_with_a_fresh_adam(two):
     """tests/engine/test_masters.py shows that a resumed run keeps its own."""
-    left = two.run(cases.fresh_adam)[0]
+    left = two.run(step_cases.fresh_adam)[0]
     assert left["fresh"] == {"steps": 0.0, "masters_are_the_weights": True}
 
 
 @pytest.mark.private
 def test_the_patch_of_stage_0_is_still_needed(two):
     """Fails when DeepSpeed no longer steps before training: then remove fresh_adam_at_stage_0."""
-    left = two.run(cases.fresh_adam)[0]
+    left = two.run(step_cases.fresh_adam)[0]
     assert left["unpatched"] == {"steps": 1.0, "masters_are_the_weights": False}
 
 

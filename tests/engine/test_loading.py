@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers import cases
+from tests.helpers import cases, ending_cases
 from tests.helpers.damage import contents, refusal_of
 from tests.helpers.tiny import arguments, settings_with, write_recipe
 from zero_recipes import model as models
@@ -41,18 +41,19 @@ def with_tensors(recipe: Path, folder: Path, strategy: str, **tensors: torch.Ten
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])  # the two ways of transformers to load
 def test_other_tensors_are_refused_by_name_unless_the_recipe_allows_them(two, recipe, tmp_path, strategy):
     query, out = load_file(recipe.parent / "model" / NAME)[QUERY], tmp_path / "out"
-    for said in two.run(cases.refusal_of, argv=with_tensors(recipe, tmp_path, strategy, **{QUERY: query[:-3].clone()})):
+    shorter = with_tensors(recipe, tmp_path, strategy, **{QUERY: query[:-3].clone()})
+    for said in two.run(ending_cases.refusal_of, argv=shorter):
         assert said.endswith(f"mismatched keys {QUERY} [ZR408]")
     assert not out.exists(), "a run that is refused leaves nothing"
     out.mkdir()
     (out / "metrics.json").write_text('{"status": "ok"}')
     before = contents(out)
     renamed = with_tensors(recipe, tmp_path, strategy, **{QUERY: None, RENAMED: query}, **OLD_BUFFERS)
-    for said in two.run(cases.refusal_of, argv=renamed):
+    for said in two.run(ending_cases.refusal_of, argv=renamed):
         missing, unexpected = said.splitlines()
         assert missing.endswith(f"missing keys {QUERY} [ZR408]")
         assert unexpected.endswith(f"unexpected keys {RENAMED} [ZR408]")
-    for said in two.run(cases.refusal_of, argv=[*renamed, "--allow_keys", QUERY]):
+    for said in two.run(ending_cases.refusal_of, argv=[*renamed, "--allow_keys", QUERY]):
         assert "missing" not in said and "unexpected keys" in said
     assert contents(out) == before, "refused before the folder is touched"
     two.run(cases.train, argv=[*renamed, "--allow_keys", QUERY, RENAMED])

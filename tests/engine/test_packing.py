@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from tests.helpers import cases, flash_stand_in
+from tests.helpers import flash_stand_in, step_cases
 from tests.helpers.around import before
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import write_recipe, write_rows
@@ -150,7 +150,7 @@ def one_step(folder, **keys):
 def step(group, recipe, out, **keys) -> tuple[dict, dict[str, torch.Tensor]]:
     """(metrics.json, the parameters afterwards). sdpa takes rows apart on every rank where several are one sequence."""
     argv = [str(recipe), "--output_dir", str(out), *(part for key, v in keys.items() for part in (f"--{key}", str(v)))]
-    ranks = group.run(cases.train_and_see_attention, argv=argv)
+    ranks = group.run(step_cases.train_and_see_attention, argv=argv)
     joined = "packing" in keys or "padding_free" in keys
     assert [rank["by_row"] for rank in ranks] == [joined, joined]
     return ranks[0]["metrics"], load_file(out / "model.safetensors")

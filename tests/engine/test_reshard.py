@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import cases, reshard_cases
+from tests.helpers import cases, checkpoint_cases
 from tests.helpers.seeded import SEED, count, draw, write_result
 from tests.helpers.tiny import ROOT, write_recipe, write_rows
 from zero_recipes.tools import main as cli
@@ -41,7 +41,7 @@ class Runs:
         if (strategy, world) not in self.done:
             keep = {"step": SAVED, "path": str(self.folder / f"{out.name}.pt")}
             argv = self.argv(strategy, out)
-            result = self.group(world).run(reshard_cases.train_and_keep_states, argv=argv, **keep)[0]
+            result = self.group(world).run(checkpoint_cases.train_and_keep_states, argv=argv, **keep)[0]
             assert result["world_size"] == world and result["groups"][0]
             self.done[strategy, world] = result["metrics"]["loss_history"]
         return out
@@ -54,7 +54,7 @@ class Runs:
         assert batch.total == 8 and batch.world_size == world
         argv = self.argv(strategy, self.folder / "resumed", "--resume_from_checkpoint", str(folder))
         path = str(out.with_suffix(".pt"))
-        results = self.group(world).run(reshard_cases.train_and_compare_states, argv=argv, path=path)
+        results = self.group(world).run(checkpoint_cases.train_and_compare_states, argv=argv, path=path)
         shutil.rmtree(folder)
         shutil.rmtree(self.folder / "resumed")
         assert results[0]["steps"] == [SAVED, STEPS], "Adam's step was not kept, or counted twice"

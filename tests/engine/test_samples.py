@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.helpers import cases, sample_cases
+from tests.helpers import cases, ending_cases
 from tests.helpers.bad_data import CHATML
-from tests.helpers.sample_cases import strict
+from tests.helpers.ending_cases import strict
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, arguments, write_recipe
 from zero_recipes.tools.verify import verify
@@ -54,7 +54,7 @@ def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp
     test = tmp_path / "rows" / "test.jsonl"
     test.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
-    found = two.run(sample_cases.ending, argv=arguments(path, "zero3", out))
+    found = two.run(ending_cases.ending, argv=arguments(path, "zero3", out))
     assert [rank["error"] for rank in found] == [None, None] and found[0]["metrics"]["status"] == "ok"
     samples = rows_of(out)
     scores = [row["scores_after"]["reference_loss"] for row in samples]
@@ -73,7 +73,7 @@ def test_samples_that_fail_lose_no_model(two, trained, tmp_path, strategy):
     """
     whole, out = trained(strategy), tmp_path / "out"
     assert len(rows_of(whole.folder)) == 3
-    ranks = two.run(sample_cases.break_at, argv=arguments(whole.recipe, strategy, out), point="samples")
+    ranks = two.run(ending_cases.break_at, argv=arguments(whole.recipe, strategy, out), point="samples")
     metrics = ranks[0]["metrics"]
     assert ranks[0]["error"] == ["RuntimeError", "it broke"]
     assert (metrics["status"], metrics["failure"]["phase"]) == ("failed", "eval")

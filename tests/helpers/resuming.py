@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import cases
+from tests.helpers import cases, checkpoint_cases
 from tests.helpers.seeded import draw
 from tests.helpers.tiny import arguments, write_recipe, write_rows
 from zero_recipes.checkpoint.save import checkpoint_fault
@@ -116,7 +116,7 @@ def gaps_of(group, folder: Path, shape: Shape, **keys) -> dict[str, float]:
     assert len(now["loss_history"]) == shape.steps
     paths = [path / f"checkpoint-{shape.steps}" for path in (whole, rest)]
     assert checkpoint_fault(paths[1]) is None
-    gaps = group.run(cases.checkpoint_gaps, one=str(paths[0]), other=str(paths[1]))[0]
+    gaps = group.run(checkpoint_cases.checkpoint_gaps, one=str(paths[0]), other=str(paths[1]))[0]
     assert gaps.pop("tensors") > 20
     for metrics in (then, now):
         metrics |= {"eval_loss": [entry["loss"] for entry in metrics["eval_history"]]}

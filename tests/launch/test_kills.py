@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import cases
+from tests.helpers import cases, checkpoint_cases, ending_cases
 from tests.helpers.group import CaseFailed
 from tests.helpers.killed import PLACES, RANK_0_ONLY
 from tests.helpers.resuming import resume_recipe
@@ -41,7 +41,7 @@ def launch(strategy: str, recipe: Path, output_dir: Path, kill: str | None) -> t
 def assert_equal(group, folders: list[Path], step: int) -> None:
     """The last checkpoints hold the same bits."""
     one, other = (str(folder / f"checkpoint-{step}") for folder in folders)
-    gaps = group.run(cases.checkpoint_gaps, one=one, other=other)[0]
+    gaps = group.run(checkpoint_cases.checkpoint_gaps, one=one, other=other)[0]
     assert (gaps["weights"], gaps["states"]) == (0.0, 0.0) and gaps["tensors"] > 40
 
 
@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, request):
     out, filler = disk / "out", disk / "filler"
     with pytest.raises(CaseFailed) as failed:
         argv = arguments(recipe, "ddp", out)
-        one.run(cases.train_on_a_filling_disk, argv=argv, filler=str(filler), left=int(1.7 * size))
+        one.run(ending_cases.train_on_a_filling_disk, argv=argv, filler=str(filler), left=int(1.7 * size))
     message = str(failed.value).splitlines()[-1]
     assert f"NotSaved: {out}/checkpoint-4 could not be saved" in message
     assert is_unfinished(out / "checkpoint-4") and checkpoint_fault(out / "checkpoint-2") is None

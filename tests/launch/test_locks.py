@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import cases, sample_cases
+from tests.helpers import cases, ending_cases
 from tests.helpers.damage import contents, flip
 from tests.helpers.group import ENVIRONMENT
 from tests.helpers.resuming import SAVED_AT, STEPS, resume_recipe
@@ -108,7 +108,7 @@ def test_of_two_runs_at_once_the_second_is_refused_and_touches_nothing(saved, st
 
 def test_a_run_that_looked_before_another_trained_to_its_end_trains_nothing(two, saved, stopped):
     recipe, whole = saved
-    late = two.run(sample_cases.ending_after_another, argv=arguments(recipe, "zero2", stopped, *RESUME))[0]
+    late = two.run(ending_cases.ending_after_another, argv=arguments(recipe, "zero2", stopped, *RESUME))[0]
     assert late["error"] is None and late["steps"] == []
     assert late["metrics"]["resumed_at"] == [SAVED_AT, STEPS]
     assert late["metrics"]["loss_history"] == json.loads((whole / "metrics.json").read_text())["loss_history"]
@@ -117,6 +117,6 @@ def test_a_run_that_looked_before_another_trained_to_its_end_trains_nothing(two,
 
 def test_a_run_that_looked_at_an_empty_folder_is_refused_where_another_has_trained_since(two, saved, tmp_path):
     out = tmp_path / "out"
-    late = two.run(sample_cases.ending_after_another, argv=arguments(saved[0], "zero2", out))[1]
+    late = two.run(ending_cases.ending_after_another, argv=arguments(saved[0], "zero2", out))[1]
     assert "[ZR702]" in late["error"][1] and late["steps"] == []
     assert late["metrics"]["status"] == "ok" and late["metrics"]["resumed_at"] == []

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from tests.helpers import cases
+from tests.helpers import cases, plan_cases
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import predicted, preflight
@@ -214,10 +214,10 @@ def test_check_on_a_machine_with_a_gpu_says_it(gpu, monkeypatch, tmp_path, capsy
 
 def test_one_rank_plans_for_all_cards_and_every_rank_is_refused(two, tmp_path):
     argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero2.json"]
-    first, second = two.run(cases.plan_for_small_gpus, argv=argv, program=ANSWERS, capacities=[1000, 60])
+    first, second = two.run(plan_cases.plan_for_small_gpus, argv=argv, program=ANSWERS, capacities=[1000, 60])
     assert first["refused"] == second["refused"] == ["ZR816"]
     assert (first["started"], second["started"]) == (1, 0)
-    fits = two.run(cases.plan_for_small_gpus, argv=argv, program=ANSWERS, capacities=[1000, 128])
+    fits = two.run(plan_cases.plan_for_small_gpus, argv=argv, program=ANSWERS, capacities=[1000, 128])
     assert [found["peak"] for found in fits] == [128, 128]
 
 
