@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import cases, ending_cases
-from tests.helpers.damage import contents, refusal_of
 from tests.helpers.tiny import arguments, settings_with, write_recipe
+from tests.helpers.tools import contents, refusal_of
 from zero_recipes import model as models
 
 NAME, QUERY = "model.safetensors", "gpt_neox.layers.1.attention.query_key_value.weight"

@@ -9,9 +9,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests.helpers import flash_stand_in, step_cases
-from tests.helpers.around import before
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import write_recipe, write_rows
+from tests.helpers.tools import before
 from zero_recipes.checks.rules import options
 from zero_recipes.engine import patches
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cases, ending_cases
-from tests.helpers.damage import flip
 from tests.helpers.resuming import EXACT, KINDS, LORA, SAVED_AT, STEPS, Shape, compare, drawn, gaps_of, resume_recipe
 from tests.helpers.seeded import count, write_result
 from tests.helpers.tiny import arguments, write_rows
+from tests.helpers.tools import flip
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
 
 GROUPS = {1: "one", 2: "two"}  # fixtures, by world size

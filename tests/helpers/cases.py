@@ -8,7 +8,7 @@ import os
 from unittest import mock
 
 import run_sft
-from tests.helpers.around import before, without, without_rules
+from tests.helpers.tools import before, without, without_rules
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
 import run_sft
-from tests.helpers.around import before
 from tests.helpers.cases import train
+from tests.helpers.tools import before
 from zero_recipes.engine.deepspeed import base_optimizer, flat_masters
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.tools.reshard import open_checkpoint, read_parameter

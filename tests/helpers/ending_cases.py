@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 
 import run_sft
-from tests.helpers.around import before
 from tests.helpers.cases import train
 from tests.helpers.forget import forget_last_run
+from tests.helpers.tools import before
 from zero_recipes import model as models
 from zero_recipes.core.findings import Finding, Preempted, Refusal, RunFailed
 from zero_recipes.core.process import rank as rank_here

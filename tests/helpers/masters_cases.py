@@ -8,7 +8,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from transformers import AutoModelForCausalLM
 
 import run_sft
-from tests.helpers.around import before, without
+from tests.helpers.tools import before, without
 from zero_recipes.engine import deepspeed as internals
 from zero_recipes.engine.huggingface import without_deepspeed_announcement
 from zero_recipes.training.trainer import ZeroSFTTrainer

@@ -11,8 +11,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import run_sft
-from tests.helpers.around import before
 from tests.helpers.cases import train
+from tests.helpers.tools import before
 from zero_recipes.checks import predicted
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.process import rank

@@ -14,10 +14,10 @@ from torch.distributed import distributed_c10d
 from transformers import AttentionInterface, TrainerCallback
 
 import run_sft
-from tests.helpers.around import before, without_rules
 from tests.helpers.cases import train
 from tests.helpers.ending_cases import ending
 from tests.helpers.tiny import ROOT
+from tests.helpers.tools import before, without_rules
 from zero_recipes.engine import patches
 from zero_recipes.engine.deepspeed import base_optimizer, flat_masters
 from zero_recipes.training import token_loss

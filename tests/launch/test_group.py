@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.helpers import cases, group_cases
-from tests.helpers.damage import refusal_of
 from tests.helpers.group import free_port
 from tests.helpers.tiny import ROOT, arguments, write_recipe
+from tests.helpers.tools import refusal_of
 from tests.helpers.two_ranks import ranks
 from zero_recipes.engine.group import wait_for_hosts
 

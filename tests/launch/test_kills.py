@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import cases, checkpoint_cases, ending_cases
 from tests.helpers.group import CaseFailed
-from tests.helpers.killed import PLACES, RANK_0_ONLY
+from tests.helpers.interrupted import PLACES, RANK_0_ONLY
 from tests.helpers.resuming import resume_recipe
 from tests.helpers.seeded import count, draw
 from tests.helpers.tiny import ROOT, arguments
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.launch
 
 
 def launch(strategy: str, recipe: Path, output_dir: Path, kill: str | None) -> tuple[int, str]:
-    """(exit code, everything printed) of `zero-recipes train` that is killed as tests/helpers/killed.py says."""
+    """(exit code, everything printed) of `zero-recipes train` that is killed as tests/helpers/interrupted.py says."""
     script = recipe.parent / "run_sft.py"
     if not script.is_symlink():
-        script.symlink_to(ROOT / "tests" / "helpers" / "killed.py")
+        script.symlink_to(ROOT / "tests" / "helpers" / "interrupted.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {} if kill is None else {"KILL": kill}
     command = [sys.executable, "-m", "zero_recipes.tools.main", "train", str(recipe), "--output_dir", str(output_dir)]
@@ -51,7 +51,7 @@ def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
     out = tmp_path / "out"
 
     argv, killed = arguments(recipe, "zero3", out, *RESUME), {"KILL": "optimizer:1:4"}
-    ranks = two_ranks(argv, tmp_path, killed, script="tests/helpers/killed.py")
+    ranks = two_ranks(argv, tmp_path, killed, script="tests/helpers/interrupted.py")
     assert "starting fresh" in ranks[0].stdout, ranks[0].stderr[-3000:]
     assert ranks[0].returncode > 0 and ranks[1].returncode == -signal.SIGKILL
     assert [path.name for path in numbered(out)] == ["checkpoint-2", "checkpoint-4"]

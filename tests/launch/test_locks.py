@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cases, ending_cases
-from tests.helpers.damage import contents, flip
 from tests.helpers.group import ENVIRONMENT
 from tests.helpers.resuming import SAVED_AT, STEPS, resume_recipe
 from tests.helpers.tiny import ROOT, arguments, write_rows
+from tests.helpers.tools import contents, flip
 from zero_recipes.checkpoint.output_dir import LOCK
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
 
@@ -26,7 +26,7 @@ def start(argv: list[str], folder: Path, pause: str = "") -> subprocess.Popen:
     environment = os.environ | ENVIRONMENT | {"PAUSE": pause}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
-    command = [sys.executable, "tests/helpers/paused.py", *argv]
+    command = [sys.executable, "tests/helpers/interrupted.py", *argv]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with open(folder / f"{pause or 'plain'}.txt", "w") as errors:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors, **pipes)
