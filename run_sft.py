@@ -7,7 +7,7 @@ Exit codes: 0 done; 2 refused before training, with one message; 1 anything else
 import os
 import sys
 
-from zero_recipes.config.recipe import read_recipe_file, split_command_line
+from zero_recipes.config.recipe import recipe_in_force, split_command_line
 from zero_recipes.core.findings import print_ending, raise_errors, shown
 from zero_recipes.core.process import PhaseClock, age, leave, say
 from zero_recipes.engine.warnings import quiet_imports
@@ -27,8 +27,7 @@ def main(argv: list[str]) -> None:
 def read_run(argv: list[str]):
     """What the command line asks for. Refuses what needs no process group to refuse, and touches nothing."""
     path, overrides = split_command_line(argv)
-    recipe_file = read_recipe_file(path)
-    os.environ.update(recipe_file.environment)  # before torch is imported
+    recipe_file = recipe_in_force(path)  # before torch is imported
     with quiet_imports():
         from zero_recipes.checks.preflight import preflight
     run, findings = preflight(path, recipe_file, overrides, os.environ)

@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import throughput_programs  # noqa: E402
 from benchmarks.throughput_inputs import ALPACA, Workload, job_of  # noqa: E402
 from tests.helpers.group import Group  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
@@ -74,7 +75,7 @@ def measure(group: Group, workload: Workload, strategy: str, rounds: int) -> Row
             slow = {"trl"} if turns else set()  # once: it is far behind
             turns.append({})
             for name in (name for name in programs if name not in slow):
-                ranks = group.run("benchmarks.throughput_programs.run", program=name, job=job)
+                ranks = group.run(throughput_programs.run, program=name, job=job)
                 turns[-1][name] = together(ranks, 1 if name == "trl" else workload.accumulation)
             check(turns[-1], f"{workload.name}, {strategy}")
             print(f"{workload.name}, round {number}, {strategy}: {in_a_line(turns[-1])}", flush=True)

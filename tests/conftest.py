@@ -35,13 +35,35 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported stays: collecting goes past it, which saves a seventh of the time in this process
 
 
+class NotCompiled(Exception):
+    """Kernels are missing, which DeepSpeed would compile within a test: ends pytest, with this message."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    if call.excinfo is not None and call.excinfo.errisinstance(NotCompiled):
+        report.ends_pytest = str(call.excinfo.value)
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """`pytest.exit` in a process of pytest-xdist would be an INTERNALERROR of the one that started it, which gets the
+    report, too."""
+    if hasattr(report, "ends_pytest") and "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.exit(report.ends_pytest, returncode=1)
+
+
 def _group(world_size: int):
     from zero_recipes.core.host import Host
     from zero_recipes.engine.kernels import missing
 
-    ops = ["deepspeed_shm_comm", "cpu_adam", *(["async_io"] if Host().libaio_headers() else [])]
+    ops = ["deepspeed_shm_comm", "cpu_adam"]
+    if Host().libaio_headers():
+        ops.append("async_io")
     if not_compiled := missing(ops, "cpu"):
-        pytest.exit(f"DeepSpeed's {', '.join(not_compiled)} must be compiled first: make ops", returncode=1)
+        raise NotCompiled(f"DeepSpeed's {', '.join(not_compiled)} must be compiled first: make ops")
     group = Group(world_size)
     yield group
     group.close()

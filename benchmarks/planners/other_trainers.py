@@ -48,7 +48,7 @@ def with_head(build, job, *rest):
 
 def keep_inputs_of_packed_products() -> None:
     """bitsandbytes 0.42 (autograd/_functions.py, MatMul4Bit: `ctx.tensors = (A, B)`) held them for backward, unused."""
-    from bitsandbytes.autograd import _functions
+    from bitsandbytes.autograd import _functions  # noqa: PLC2701
 
     forward = _functions.MatMul4Bit.forward
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from tests.helpers import cases
 from tests.helpers.tiny import named, write_recipe, write_rows
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
@@ -58,7 +59,7 @@ def trained(two, tmp_path_factory, worker_id):
         recipe, out, kept = folder / "recipe.yaml", folder / strategy, folder / f"{strategy}.json"
         with FileLock(f"{out}.lock"):
             if not kept.is_file():
-                result = two.run("train", argv=[str(recipe), "--output_dir", str(out), *named(strategy)])[0]
+                result = two.run(cases.train, argv=[str(recipe), "--output_dir", str(out), *named(strategy)])[0]
                 kept.write_text(json.dumps(result))
         result = json.loads(kept.read_text())
         assert result["metrics"]["strategy"] == strategy

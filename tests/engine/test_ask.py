@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import cases
 from tests.helpers.tiny import ROOT, arguments, write_recipe
 from zero_recipes.metrics.read_runs import read_samples
 from zero_recipes.tools import main as cli
@@ -47,7 +48,7 @@ def test_before_and_after_of_a_run_are_base_and_model(one, tmp_path, case):
     strategy, keys = CASES[case]
     path = write_recipe(tmp_path, **WORLD | keys)
     out = tmp_path / "out"
-    one.run("train", argv=arguments(path, strategy, out))
+    one.run(cases.train, argv=arguments(path, strategy, out))
     expected = read_samples(out / "samples.jsonl")
     assert any(row.before != row.after for row in expected) or "random" in case
     same(asked_again(out, tmp_path / "asked"), expected, ROUNDED.get(case, 0))
@@ -68,7 +69,7 @@ RUNS = {(name, strategy) for name in ADAPTERS for strategy in ("ddp", "zero2", "
 def first_loss(two, tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     path = write_recipe(folder, **WORLD | {"bf16": False, "max_steps": 1, "save_model": False})
-    return two.run("train", argv=arguments(path, "ddp", folder / "out"))[0]["metrics"]["loss_history"][0]
+    return two.run(cases.train, argv=arguments(path, "ddp", folder / "out"))[0]["metrics"]["loss_history"][0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_an_adapter_begins_at_its_base_and_is_saved_for_it(two, tmp_path, first_
     """The first loss is the base's; base and saved adapter answer as the run did."""
     keys = {"lora_dropout": 0, "lora_target_modules": ["dense"], "peft_config": ADAPTERS[name]}
     path, out = write_recipe(tmp_path, **WORLD | LORA | {"bf16": False} | keys), tmp_path / "out"
-    losses = two.run("train", argv=arguments(path, strategy, out))[0]["metrics"]["loss_history"]
+    losses = two.run(cases.train, argv=arguments(path, strategy, out))[0]["metrics"]["loss_history"]
     assert losses[0] == pytest.approx(first_loss, rel=2e-5)
     expected = read_samples(out / "samples.jsonl")
     assert any(row.before != row.after for row in expected)
@@ -89,6 +90,6 @@ def test_a_checkpoint_of_two_ranks_is_asked_too(two, tmp_path):
     """By its run's recipe."""
     path = write_recipe(tmp_path, **WORLD | {"save_strategy": "steps", "save_steps": 3})
     out = tmp_path / "out"
-    two.run("train", argv=arguments(path, "zero2", out))
+    two.run(cases.train, argv=arguments(path, "zero2", out))
     rows = asked_again(out / "checkpoint-3", tmp_path / "asked")
     same(rows, read_samples(out / "samples.jsonl"), losses=2e-2)

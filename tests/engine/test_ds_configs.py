@@ -8,6 +8,7 @@ import pytest
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers import cases
 from tests.helpers.tiny import ROOT, named, write_recipe
 from tests.helpers.two_ranks import set_by_launch
 from zero_recipes.checks.preflight import preflight, resolved_ds_config
@@ -42,7 +43,7 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
     run, findings = preflight(path, recipes.read_recipe_file(path), out, {"WORLD_SIZE": "2"})
     assert findings == []
     shown = resolved_ds_config(run, 240)
-    real = two.run("engine_config", argv=[str(path), *out])[0]
+    real = two.run(cases.engine_config, argv=[str(path), *out])[0]
     assert '"auto"' not in json.dumps(shown)
     for key, value in shown.items():
         assert real[key] == value, key
@@ -55,7 +56,7 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
         assert asked | own == real | {key: own[key] for key in own if key in real}
     resolved = tmp_path / "o" / "recipe.resolved.yaml"
     assert yaml.safe_load(resolved.read_text())["deepspeed"] == shown
-    again = two.run("train", argv=[str(resolved), "--output_dir", str(tmp_path / "p")])[0]
+    again = two.run(cases.train, argv=[str(resolved), "--output_dir", str(tmp_path / "p")])[0]
     first = json.loads((tmp_path / "o" / "metrics.json").read_text())
     assert again["stage"] == stage and again["metrics"]["loss_history"] == first["loss_history"]
     sized = {key: 6_250_000 for key in BUCKETS if key in config["zero_optimization"]}
@@ -63,7 +64,7 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
     config["zero_optimization"] |= dict.fromkeys(sized, 50_000)  # smaller than the model
     config.pop("bucket_sizes")
     small = ["--deepspeed", json.dumps(config), "--output_dir", str(tmp_path / "q")]
-    losses = two.run("train", argv=[str(path), *small])[0]["metrics"]["loss_history"]
+    losses = two.run(cases.train, argv=[str(path), *small])[0]["metrics"]["loss_history"]
     assert losses == pytest.approx(first["loss_history"], rel=1e-6)
 
 
@@ -85,7 +86,7 @@ def test_accelerate_files_brought_along_run_with_what_the_launch_sets(one, two, 
     file, path = tmp_path / "a.yaml", write_recipe(tmp_path, save_model=True, save_strategy="steps", save_steps=2)
     file.write_text(f"compute_environment: LOCAL_MACHINE\nnum_machines: 1\nnum_processes: 8\n{text}")
     argv, environment = [str(path), "--output_dir", str(tmp_path / "out")], set_by_launch(file, 2)
-    ended = (one if processes == 1 else two).run("train", argv=argv, environment=environment)
+    ended = (one if processes == 1 else two).run(cases.train, argv=argv, environment=environment)
     metrics = ended[0]["metrics"]
     assert (metrics["status"], metrics["strategy"]) == ("ok", strategy) and verify(tmp_path / "out")["tensors"] == 28
     assert list((tmp_path / "out").glob("checkpoint-2/*.safetensors")), "checkpoints hold a model too"
@@ -128,7 +129,7 @@ def test_a_recipe_trains_a_small_model_of_its_class(one, two, rows, tmp_path, na
     keys = {"model_name_or_path": tmp_path / "model", "dataset_name": rows, "output_dir": tmp_path / "out"} | QUICK
     options = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     argv = [f"recipes/{name}.yaml", *options, *named(strategy)]
-    metrics = (one if alone else two).run("train", argv=argv)[0]["metrics"]
+    metrics = (one if alone else two).run(cases.train, argv=argv)[0]["metrics"]
     assert (metrics["status"], metrics["strategy"]) == ("ok", strategy)
     assert len(metrics["loss_history"]) == 2 and all(math.isfinite(loss) for loss in metrics["loss_history"])
     assert 0 < metrics["tokens"]["supervised"] < metrics["tokens"]["non_padding"]

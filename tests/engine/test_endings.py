@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers.sample_cases import strict
+from tests.helpers import ending_cases
+from tests.helpers.ending_cases import strict
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, write_recipe
 from zero_recipes.checkpoint.save import checkpoint_fault, entries_of, refuse_bad_numbers
@@ -17,7 +18,7 @@ KEYS |= {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
 @pytest.mark.parametrize("strategy", [grid("ddp"), grid("zero2"), "zero3", "fsdp2"])
 def test_a_run_that_diverges_ends_and_keeps_the_checkpoint_before(two, tmp_path, strategy):
     path, out = write_recipe(tmp_path, **KEYS, stop_after_nonfinite_steps=2), tmp_path / "out"
-    ranks = two.run("sample_cases.ending", argv=arguments(path, strategy, out))
+    ranks = two.run(ending_cases.ending, argv=arguments(path, strategy, out))
     assert [rank["error"][0] for rank in ranks] == ["Diverged", "Diverged"] and ranks[0]["known"]
     metrics = ranks[0]["metrics"]
     losses = metrics["loss_history"]
@@ -41,7 +42,7 @@ def test_one_ranks_loss_ends_both_at_the_same_step_or_neither(two, tmp_path, str
     """Steps 3 and 4; the weights stay finite: fewer such steps than the limit are printed, and the run goes on."""
     keys = KEYS | {"learning_rate": 1e-3, "weight_decay": 0, "stop_after_nonfinite_steps": limit, "max_steps": 7}
     argv = arguments(write_recipe(tmp_path, **keys), strategy, tmp_path / "out")
-    ranks = two.run("sample_cases.nan_on_rank_1", argv=argv, first=3, steps=2, value="inf")
+    ranks = two.run(ending_cases.nan_on_rank_1, argv=argv, first=3, steps=2, value="inf")
     metrics, ends = ranks[0]["metrics"], limit == 2
     assert len(metrics["loss_history"]) == (4 if ends else 7) and metrics["loss_history"].index(None) == 2
     assert metrics["status"] == ("diverged" if ends else "ok")
@@ -56,17 +57,17 @@ SAVED |= {"dataset_test_split": "train", "save_strategy": "steps", "save_steps":
 def test_out_of_memory_while_the_weights_are_loaded(one, tmp_path):
     path = write_recipe(tmp_path, **SAVED)
     argv = [str(path), "--output_dir", str(tmp_path / "out")]
-    (ended,) = one.run("sample_cases.break_at", argv=argv, point="load", error="MemoryError", words="no room")
+    (ended,) = one.run(ending_cases.break_at, argv=argv, point="load", error="MemoryError", words="no room")
     row = ended["metrics"]
     assert (row["status"], row["error"], row["name"]) == ("oom", "MemoryError: no room", "recipe")
     assert (row["failure"]["phase"], row["world_size"], row["strategy"]) == ("model", 1, "single")
-    (ended,) = one.run("sample_cases.break_at", argv=[*argv[:2], str(tmp_path / "no")], point="load", error="Refusal")
+    (ended,) = one.run(ending_cases.break_at, argv=[*argv[:2], str(tmp_path / "no")], point="load", error="Refusal")
     assert ended["error"][0] == "Refusal" and not (tmp_path / "no").exists()
 
 
 def test_a_save_that_fails_on_both_ranks(two, tmp_path):
     path = write_recipe(tmp_path, **SAVED | {"save_strategy": "no"})
     argv = arguments(path, "zero1", tmp_path / "out")
-    row = two.run("sample_cases.break_at", argv=argv, point="save", error="OSError", words="[/x]")[0]["metrics"]
+    row = two.run(ending_cases.break_at, argv=argv, point="save", error="OSError", words="[/x]")[0]["metrics"]
     assert (row["status"], row["failure"]["phase"]) == ("failed", "save") and "OSError: [/x]" in row["error"]
     assert len(row["loss_history"]) == 3

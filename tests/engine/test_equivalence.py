@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
+from tests.helpers import cases, equivalence_cases
 from tests.helpers.seeded import SEED, count, write_result
 from tests.helpers.tiny import arguments, write_recipe, write_rows
 
@@ -71,7 +72,7 @@ def reference_of(one, folder: Path, steps: int) -> Subject:
     """Run the reference; `one` is a group of one process."""
     recipe, kept = write_subject(folder, steps), folder / "reference"
     argv = [str(recipe), "--output_dir", str(folder / "nothing")]
-    found = one.run("equivalence_cases.train_plainly", argv=argv, folder=str(kept))[0]
+    found = one.run(equivalence_cases.train_plainly, argv=argv, folder=str(kept))[0]
     return Subject(recipe, load_file(kept / "model.safetensors"), **found)
 
 
@@ -79,7 +80,7 @@ def run(group, subject: Subject, folder: Path, strategy: str, accumulation: int)
     """One run: what it was asserted to be, and its distance from the reference."""
     world, micro = group.world_size, EXAMPLES // (group.world_size * accumulation)
     argv = arguments(subject.recipe, strategy, folder, "--per_device_train_batch_size", str(micro))
-    result = group.run("train", argv=argv)[0]
+    result = group.run(cases.train, argv=argv)[0]
     metrics = result["metrics"]
     stage = int(strategy[4]) if strategy.startswith("zero") else None
     engine = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPTNeoXForCausalLM"}.get(strategy, "DeepSpeedEngine")
@@ -169,8 +170,8 @@ def test_the_first_token_of_a_row_counts_in_no_evaluation(one, two, tmp_path):
     """Of rows of text it has a label and no loss; every other token weighs the same, whatever its batch and rank."""
     recipe = write_text_recipe(tmp_path, eval_strategy="steps", eval_steps=4, eval_on_start=True)
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--per_device_eval_batch_size", "4"]
-    wanted = one.run("equivalence_cases.evaluate_plainly", argv=argv)[0]
-    found = two.run("train", argv=argv)[0]["metrics"]["eval_history"]
+    wanted = one.run(equivalence_cases.evaluate_plainly, argv=argv)[0]
+    found = two.run(cases.train, argv=argv)[0]["metrics"]["eval_history"]
     assert found[0]["loss"] == pytest.approx(wanted, rel=TOLERANCE)
 
 
@@ -197,7 +198,7 @@ def write_text_recipe(folder: Path, **keys) -> Path:
 def losses(group, recipe: Path, out: Path, *more: str, **keywords) -> tuple[list[float], list[float]]:
     """The losses of a run in training and in evaluation."""
     argv = [str(recipe), "--output_dir", str(out / f"train-{group.world_size}"), *more, "--overwrite", "true"]
-    found = group.run("train", argv=argv, **keywords)[0]["metrics"]
+    found = group.run(cases.train, argv=argv, **keywords)[0]["metrics"]
     return found["loss_history"], [entry["loss"] for entry in found["eval_history"]]
 
 

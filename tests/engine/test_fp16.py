@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.helpers import step_cases
 from tests.helpers.tiny import ROOT, write_recipe
 
 STEPS = 6
@@ -28,7 +29,7 @@ def recipe(tmp_path_factory):
 def test_an_overflow_skips_the_step_halves_the_scale_and_changes_nothing_else(two, recipe, tmp_path, strategy):
     argv = [str(recipe), "--output_dir", str(tmp_path), "--deepspeed"]
     argv.append(fp16(strategy, initial_scale_power=18, hysteresis=1))
-    ranks = two.run("step_cases.train_in_fp16", argv=argv)
+    ranks = two.run(step_cases.train_in_fp16, argv=argv)
     scale, rate = 2.0**18, 1e-3
     for number, step in enumerate(ranks[0]["steps"]):
         assert step["skipped"] == step["same"], (number, step)  # weights, fp32 masters, Adam's states and its counter
@@ -47,7 +48,7 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_changes_nothing_else(tw
 def test_stage_0_in_fp16_still_does_not_train(two, recipe, tmp_path):
     """Fails when DeepSpeed scales the loss at stage 0 (engine.py, `backward`): then remove ZR271."""
     argv = [str(recipe), "--output_dir", str(tmp_path), "--deepspeed", fp16("zero0", initial_scale_power=34)]
-    ranks = two.run("step_cases.train_in_fp16", argv=argv)
+    ranks = two.run(step_cases.train_in_fp16, argv=argv)
     assert not any(step["skipped"] for step in ranks[0]["steps"]), "a loss times 2^34 would be beyond fp16"
     losses = ranks[0]["metrics"]["loss_history"]
     assert min(losses) > 6.9, "gradients divided by 2^34 move nothing"
@@ -56,7 +57,7 @@ def test_stage_0_in_fp16_still_does_not_train(two, recipe, tmp_path):
 def test_a_scale_at_its_minimum_ends_the_run_on_all_ranks(two, recipe, tmp_path):
     argv = [str(recipe), "--output_dir", str(tmp_path), "--deepspeed"]
     argv.append(fp16("zero2", initial_scale_power=34, min_loss_scale=2.0**33, hysteresis=1))
-    ranks = two.run("step_cases.ending_in_fp16", argv=argv)
+    ranks = two.run(step_cases.ending_in_fp16, argv=argv)
     assert [rank["error"][0] for rank in ranks] == ["Diverged"] * 2 and all(rank["known"] for rank in ranks)
     metrics = ranks[0]["metrics"]
     assert metrics["status"] == "diverged" and "step 2 overflow fp16 at the smallest loss scale" in metrics["error"]

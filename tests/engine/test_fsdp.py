@@ -5,6 +5,7 @@ from math import prod
 import pytest
 from safetensors.torch import load_file
 
+from tests.helpers import cases, family_cases
 from tests.helpers.seeded import grid
 from tests.helpers.state_terms import fsdp2_terms
 from tests.helpers.tiny import arguments, named, write_recipe
@@ -26,7 +27,7 @@ def test_it_shards_and_its_bytes_are_those_counted_by_hand(request, recipe, tmp_
     group = request.getfixturevalue({2: "two", 4: "four"}[world_size])
     argv = arguments(recipe, "fsdp2", tmp_path, "--bf16", str(bf16))
     argv += ["--gradient_accumulation_steps", str(accumulation)]
-    results = group.run("train", argv=argv)
+    results = group.run(cases.train, argv=argv)
     metrics, shapes = results[0]["metrics"], results[0]["shapes"]
     assert (metrics["strategy"], metrics["zero_stage"]) == ("fsdp2", None)
     assert metrics["precision"] == ("bf16" if bf16 else "fp32")
@@ -45,7 +46,7 @@ def test_it_shards_and_its_bytes_are_those_counted_by_hand(request, recipe, tmp_
 @pytest.mark.private
 def test_bf16_losses_are_those_of_zero3_and_not_rounded(two, recipe, tmp_path):
     """The last assertion fails when accelerate no longer rounds them: then its policy in engine/fsdp.py may go."""
-    runs = (("train", FSDP), ("train", named("zero3")), ("family_cases.train_as_accelerate", FSDP))
+    runs = ((cases.train, FSDP), (cases.train, named("zero3")), (family_cases.train_as_accelerate, FSDP))
     argvs = [[str(recipe), "--output_dir", str(tmp_path / str(n)), *how] for n, (_, how) in enumerate(runs)]
     fsdp2, zero3, rounded = (
         two.run(case, argv=[*argv, "--max_steps", "10"])[0]["metrics"]["loss_history"]
@@ -58,7 +59,7 @@ def test_bf16_losses_are_those_of_zero3_and_not_rounded(two, recipe, tmp_path):
 def test_accelerate_alone_does_not_shard_on_a_cpu(two, recipe, tmp_path):
     """Fails when accelerate shards there by itself: then engine/fsdp.py shard_on_cpu may go."""
     argv = arguments(recipe, "fsdp2", tmp_path)
-    ranks = two.run("train", argv=argv, left_out="zero_recipes.engine.fsdp.shard_on_cpu")
+    ranks = two.run(cases.train, argv=argv, left_out="zero_recipes.engine.fsdp.shard_on_cpu")
     assert [rank["placements"] for rank in ranks] == [["None"]] * 2
 
 
@@ -67,7 +68,7 @@ def test_transformers_alone_would_save_other_names(two, tmp_path):
     """Fails when transformers knows the class of a sharded model: then engine/fsdp.py keep_names_of_the_file may go."""
     recipe = write_recipe(tmp_path, save_model=True, max_steps=1)
     argv = arguments(recipe, "fsdp2", tmp_path / "out")
-    two.run("train", argv=argv, left_out="zero_recipes.engine.fsdp.keep_names_of_the_file")
+    two.run(cases.train, argv=argv, left_out="zero_recipes.engine.fsdp.keep_names_of_the_file")
     assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
 
 
@@ -75,5 +76,5 @@ def test_transformers_alone_would_save_other_names(two, tmp_path):
 def test_an_evaluation_leaves_parameters_gathered(two, recipe, tmp_path):
     """Fails when torch reshards all of them after a forward pass: then engine/fsdp.py reshard_model may go."""
     argv = arguments(recipe, "fsdp2", tmp_path)
-    for found in two.run("family_cases.gathered_after_evaluation", argv=argv):
+    for found in two.run(family_cases.gathered_after_evaluation, argv=argv):
         assert found["before"] and found["after"] == []

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import cases, ending_cases, family_cases
 from tests.helpers.group import CaseFailed
 from tests.helpers.tiny import arguments, write_model, write_recipe
 from zero_recipes.core.findings import Refusal
@@ -47,7 +48,7 @@ def runs(two, recipe, tmp_path_factory) -> dict[str, list[dict]]:
         more = {"disk": str(disk)}
         if strategy == "zero3_offload":
             more["left_out"] = "zero_recipes.training.trainer.set_masters"
-        found[strategy] = two.run("family_cases.train_and_look_at_swap_files", argv=argv, **more)
+        found[strategy] = two.run(family_cases.train_and_look_at_swap_files, argv=argv, **more)
     return found
 
 
@@ -98,7 +99,7 @@ def test_a_folder_in_use_is_refused_and_its_files_stay(two, recipe, tmp_path):
         theirs = tmp_path / SWAPPED / "optimizer" / "rank0" / "0_1.tensor.swp"
         theirs.parent.mkdir(parents=True)
         theirs.write_text("states")
-        refused = two.run("refusal_of", argv=[*argv, "--nvme_path", str(tmp_path)])
+        refused = two.run(ending_cases.refusal_of, argv=[*argv, "--nvme_path", str(tmp_path)])
         assert refused == [f"another run swaps to {tmp_path} [ZR622]"] * 2
         assert theirs.read_text() == "states"
 
@@ -119,4 +120,4 @@ def test_prefetching_is_still_to_be_refused(two, recipe, tmp_path):
     config["zero_optimization"] |= {"stage3_prefetch_bucket_size": 5 * 10**7, "stage3_max_live_parameters": 10**9}
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--deepspeed", json.dumps(config)]
     with pytest.raises(CaseFailed, match="already assigned swap buffer id"):
-        two.run("train_unchecked", argv=[*argv, "--nvme_path", str(tmp_path)])
+        two.run(cases.train_unchecked, argv=[*argv, "--nvme_path", str(tmp_path)])

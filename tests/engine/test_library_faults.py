@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers import cases, step_cases
 from tests.helpers.group import CaseFailed
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, named, write_recipe
@@ -11,14 +12,14 @@ from tests.helpers.tiny import arguments, named, write_recipe
 
 def test_stage_0_begins_with_a_fresh_adam(two):
     """tests/engine/test_masters.py shows that a resumed run keeps its own."""
-    left = two.run("fresh_adam")[0]
+    left = two.run(step_cases.fresh_adam)[0]
     assert left["fresh"] == {"steps": 0.0, "masters_are_the_weights": True}
 
 
 @pytest.mark.private
 def test_the_patch_of_stage_0_is_still_needed(two):
     """Fails when DeepSpeed no longer steps before training: then remove fresh_adam_at_stage_0."""
-    left = two.run("fresh_adam")[0]
+    left = two.run(step_cases.fresh_adam)[0]
     assert left["unpatched"] == {"steps": 1.0, "masters_are_the_weights": False}
 
 
@@ -28,7 +29,7 @@ def test_generation_at_stage_3_needs_its_trace_forgotten(two, tmp_path):
     recipe = write_recipe(tmp_path, eval_strategy="steps", eval_steps=100, sample_prompts=4, sample_max_new_tokens=4)
     argv = arguments(recipe, "zero3", tmp_path / "out")
     with pytest.raises(CaseFailed, match=r"in flight|size of tensor a \(0\)"):  # by what is prefetched when
-        two.run("train", argv=argv, left_out="zero_recipes.training.answers.forget_trace_of_generation")
+        two.run(cases.train, argv=argv, left_out="zero_recipes.training.answers.forget_trace_of_generation")
 
 
 # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: releases of the trace of generation
@@ -39,9 +40,9 @@ def test_samples_before_training_make_no_step_gather_twice(two, tmp_path):
     recipe = write_recipe(tmp_path, max_steps=10)
     argv = [str(recipe), *named("zero3"), "--overwrite", "true", "--output_dir", str(tmp_path / "out")]
     asked = [*argv, "--sample_prompts", "3", "--sample_max_new_tokens", "6"]
-    plain = two.run("step_cases.sent_a_step", argv=argv, patched=True)[0]
-    faulty = two.run("step_cases.sent_a_step", argv=asked, patched=False)[0]
-    found = two.run("step_cases.sent_a_step", argv=asked, patched=True)[0]
+    plain = two.run(step_cases.sent_a_step, argv=argv, patched=True)[0]
+    faulty = two.run(step_cases.sent_a_step, argv=asked, patched=False)[0]
+    found = two.run(step_cases.sent_a_step, argv=asked, patched=True)[0]
     assert {name: found[name] for name in plain} == plain, found  # beside it a flag where the order is recorded anew
     assert faulty["all_gather"] > 1.5 * plain["all_gather"] and faulty["reduce_scatter"] == plain["reduce_scatter"]
 
@@ -53,7 +54,7 @@ def test_samples_before_training_make_no_step_gather_twice(two, tmp_path):
 def test_a_model_that_takes_longer_to_write_than_a_collective_may_is_saved(two, tmp_path, strategy):
     recipe = write_recipe(tmp_path, max_steps=1, save_model=True)
     argv = arguments(recipe, strategy, tmp_path / "out")
-    two.run("step_cases.train_with_a_slow_writer", argv=argv)
+    two.run(step_cases.train_with_a_slow_writer, argv=argv)
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
@@ -62,5 +63,5 @@ def test_deepspeeds_own_groups_have_the_time_of_the_run(two, tmp_path, patched):
     """Unpatched it fails when DeepSpeed hands its timeout on: then patches.patch_timeouts may go."""
     recipe = write_recipe(tmp_path, max_steps=1)
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--ddp_timeout", "4321", *named("zero2")]
-    made = set(two.run("step_cases.timeouts", argv=argv, patched=patched)[1])
+    made = set(two.run(step_cases.timeouts, argv=argv, patched=patched)[1])
     assert made == {4321} if patched else 4321 not in made

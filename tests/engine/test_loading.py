@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.damage import contents, refusal_of
+from tests.helpers import cases, ending_cases
 from tests.helpers.tiny import arguments, settings_with, write_recipe
+from tests.helpers.tools import contents, refusal_of
 from zero_recipes import model as models
 
 NAME, QUERY = "model.safetensors", "gpt_neox.layers.1.attention.query_key_value.weight"
@@ -40,21 +41,22 @@ def with_tensors(recipe: Path, folder: Path, strategy: str, **tensors: torch.Ten
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])  # the two ways of transformers to load
 def test_other_tensors_are_refused_by_name_unless_the_recipe_allows_them(two, recipe, tmp_path, strategy):
     query, out = load_file(recipe.parent / "model" / NAME)[QUERY], tmp_path / "out"
-    for said in two.run("refusal_of", argv=with_tensors(recipe, tmp_path, strategy, **{QUERY: query[:-3].clone()})):
+    shorter = with_tensors(recipe, tmp_path, strategy, **{QUERY: query[:-3].clone()})
+    for said in two.run(ending_cases.refusal_of, argv=shorter):
         assert said.endswith(f"mismatched keys {QUERY} [ZR408]")
     assert not out.exists(), "a run that is refused leaves nothing"
     out.mkdir()
     (out / "metrics.json").write_text('{"status": "ok"}')
     before = contents(out)
     renamed = with_tensors(recipe, tmp_path, strategy, **{QUERY: None, RENAMED: query}, **OLD_BUFFERS)
-    for said in two.run("refusal_of", argv=renamed):
+    for said in two.run(ending_cases.refusal_of, argv=renamed):
         missing, unexpected = said.splitlines()
         assert missing.endswith(f"missing keys {QUERY} [ZR408]")
         assert unexpected.endswith(f"unexpected keys {RENAMED} [ZR408]")
-    for said in two.run("refusal_of", argv=[*renamed, "--allow_keys", QUERY]):
+    for said in two.run(ending_cases.refusal_of, argv=[*renamed, "--allow_keys", QUERY]):
         assert "missing" not in said and "unexpected keys" in said
     assert contents(out) == before, "refused before the folder is touched"
-    two.run("train", argv=[*renamed, "--allow_keys", QUERY, RENAMED])
+    two.run(cases.train, argv=[*renamed, "--allow_keys", QUERY, RENAMED])
 
 
 def test_another_attention_than_the_requested_one_is_refused(recipe, monkeypatch):
@@ -77,7 +79,7 @@ def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
     path = write_recipe(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1)
     argv = [str(path), "--output_dir", str(tmp_path / "out"), "--overwrite", "true"]
     cache = str(tmp_path / "cache")
-    assert two.run("splits_tokenised", argv=argv, cache=cache) == [2, 0]
-    assert two.run("splits_tokenised", argv=argv, cache=cache) == [0, 0]
-    assert two.run("splits_tokenised", argv=[*argv, "--max_length", "99"], cache=cache) == [2, 0]
+    assert two.run(cases.splits_tokenised, argv=argv, cache=cache) == [2, 0]
+    assert two.run(cases.splits_tokenised, argv=argv, cache=cache) == [0, 0]
+    assert two.run(cases.splits_tokenised, argv=[*argv, "--max_length", "99"], cache=cache) == [2, 0]
     assert (tmp_path / "out.previous" / "metrics.json").is_file(), "an overwritten run is kept"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
+from tests.helpers import cases, masters_cases
 from tests.helpers.seeded import grid, write_result
 from tests.helpers.tiny import arguments, llama_config, write_model, write_recipe
 from zero_recipes.engine.huggingface import dtypes_of_the_file
@@ -39,7 +40,7 @@ def write_masters_recipe(folder: Path, dtype: torch.dtype | None, sizes: dict[st
 
 def losses_of(group, recipe: Path, strategy: str, out: Path, *more: str) -> list[float]:
     argv = arguments(recipe, strategy, out, *more)
-    return group.run("train", argv=argv)[0]["metrics"]["loss_history"]
+    return group.run(cases.train, argv=argv)[0]["metrics"]["loss_history"]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_small_updates_are_not_lost_at_any_stage(two, like_ddp, tmp_path, strate
 def test_they_are_lost_where_masters_begin_with_16_bit_weights(two, like_ddp, tmp_path):
     recipe, wanted = like_ddp
     argv = arguments(recipe, "zero2", tmp_path)
-    lost = two.run("train", argv=argv, left_out=LEFT_OUT)[0]
+    lost = two.run(cases.train, argv=argv, left_out=LEFT_OUT)[0]
     assert lost["metrics"]["loss_history"] != pytest.approx(wanted, rel=2 * TOLERANCE)
 
 
@@ -87,7 +88,7 @@ def test_the_first_losses_with_and_without_own_values(two, tmp_path):
                 if left_out and (strategy == "ddp" or name == "bf16"):
                     continue
                 argv = arguments(recipe, strategy, tmp_path / f"{name}-{strategy}-{left_out}")
-                found = two.run("train", argv=argv, left_out=left_out)[0]["metrics"]["loss_history"]
+                found = two.run(cases.train, argv=argv, left_out=left_out)[0]["metrics"]["loss_history"]
                 runs.append({"weights": name, "strategy": strategy, "own_values": left_out is None, "losses": found})
     for run in runs:
         ddp = next(other for other in runs if (other["weights"], other["strategy"]) == (run["weights"], "ddp"))
@@ -111,7 +112,7 @@ def test_the_first_losses_with_and_without_own_values(two, tmp_path):
 
 def beginning(group, recipe: Path, strategy: str, out: Path, *more: str) -> dict:
     """Of each rank, where all must be the same but at the borders of partitions."""
-    found = group.run("masters_cases.beginning", argv=arguments(recipe, strategy, out, *more))
+    found = group.run(masters_cases.beginning, argv=arguments(recipe, strategy, out, *more))
     assert all(rank["weights"] == [] for rank in found), found
     return found[0]
 
@@ -148,7 +149,7 @@ def test_an_adapter_at_stage_3_is_not_rounded_by_peft(two, fp16, tmp_path, patch
     """Fails without the patch no more when PEFT has fixed it: keep_precision_of_new_adapters may go. The engine leaves
     what PEFT adds to a partitioned model in fp32."""
     argv = arguments(fp16, "zero3", tmp_path, *LORA)
-    found = two.run("masters_cases.beginning", argv=argv, patched=patched)[0]
+    found = two.run(masters_cases.beginning, argv=argv, patched=patched)[0]
     assert found["masters"] == [] and (found["lossy"] > 0) == patched
 
 
@@ -161,7 +162,7 @@ def test_gradients_in_fp32_at_stage_1(two, fp16, tmp_path):
 
 
 def test_the_flat_master_of_stage_0(two):
-    assert two.run("masters_cases.flat_masters_at_stage_0")[0] == {"exact": True, "same": True}
+    assert two.run(masters_cases.flat_masters_at_stage_0)[0] == {"exact": True, "same": True}
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
@@ -195,15 +196,15 @@ def test_names_that_a_checkpoint_has_otherwise(two, tmp_path, family, strategy):
 def test_masters_in_bf16_say_what_they_have_lost(two, tmp_path, dtype, exact):
     recipe = write_masters_recipe(tmp_path, dtype, {}, max_steps=1)
     argv = arguments(recipe, "zero2_bf16_states", tmp_path / "out")
-    assert two.run("train", argv=argv)[0]["metrics"]["exact_master_weights"] is exact
+    assert two.run(cases.train, argv=argv)[0]["metrics"]["exact_master_weights"] is exact
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero3"])
 def test_a_resumed_run_says_how_it_began_and_keeps_its_masters(two, fp16, tmp_path, strategy):
     argv = arguments(fp16, strategy, tmp_path, "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1")
-    whole = two.run("train", argv=argv)[0]["metrics"]
+    whole = two.run(cases.train, argv=argv)[0]["metrics"]
     shutil.rmtree(tmp_path / "checkpoint-2")
-    resumed = two.run("train", argv=[*argv, "--resume_from_checkpoint", "true"])[0]["metrics"]
+    resumed = two.run(cases.train, argv=[*argv, "--resume_from_checkpoint", "true"])[0]["metrics"]
     assert resumed["resumed_at"] == [1] and resumed["exact_master_weights"] is True
     assert resumed["loss_history"] == whole["loss_history"]
 

@@ -6,6 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoTokenizer
 
+from tests.helpers import cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import NEVER_KEPT, ROOT, arguments, write_recipe
 from zero_recipes.core.process import PHASES
@@ -51,7 +52,7 @@ def test_a_tracker_has_speed_memory_and_communication_of_each_step(two, tmp_path
     """TensorBoard, as read back from its own file; transformers hands the same to every tracker."""
     written = tmp_path / "written"
     recipe = write_recipe(tmp_path, report_to="tensorboard", env={"TENSORBOARD_LOGGING_DIR": str(written)})
-    metrics = two.run("train", argv=arguments(recipe, "zero2", tmp_path / "out"))[0]["metrics"]
+    metrics = two.run(cases.train, argv=arguments(recipe, "zero2", tmp_path / "out"))[0]["metrics"]
     events = EventAccumulator(str(written)).Reload()
     names = ("loss", "tokens_per_second", "peak_memory_bytes", "communication_bytes_per_step")
     found = {name: [event.value for event in events.Scalars(f"train/{name}")] for name in names}
@@ -88,7 +89,7 @@ def test_each_step_sends_what_the_source_says(two, tmp_path, stage, accumulation
     config["zero_optimization"] |= zero
     # of four steps two are counted, and the first of them is left out
     recipe = write_recipe(tmp_path, deepspeed=config, gradient_accumulation_steps=accumulation, max_steps=4)
-    metrics = two.run("train", argv=[str(recipe), "--output_dir", str(tmp_path / "out")])[0]["metrics"]
+    metrics = two.run(cases.train, argv=[str(recipe), "--output_dir", str(tmp_path / "out")])[0]["metrics"]
     phi, sent = 2 * metrics["trainable_parameters"], metrics["communication_bytes_per_step"]
     assert paper_volume(sent) / phi == pytest.approx(wanted, rel=0.02)
     if zero is OWNERS:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import cases
 from tests.helpers.seeded import grid
 from tests.helpers.state_terms import AUTOCAST, BF16_STATES, model_state_terms
 from tests.helpers.tiny import arguments, write_recipe
@@ -31,7 +32,7 @@ def test_bytes_equal_the_allocations(request, trained, tmp_path, world_size, str
         result = trained(strategy).result
     else:
         group = request.getfixturevalue({1: "one", 4: "four"}[world_size])
-        result = group.run("train", argv=arguments(write_recipe(tmp_path), strategy, tmp_path / "out"))[0]
+        result = group.run(cases.train, argv=arguments(write_recipe(tmp_path), strategy, tmp_path / "out"))[0]
     metrics = result["metrics"]
     if strategy != "ddp":
         assert (result["optimizer"], result["stage"]) == (ENGINES[strategy], int(strategy[-1]))
@@ -76,7 +77,7 @@ def test_other_precisions(request, trained, tmp_path, world_size, mode, stage):
     group = request.getfixturevalue({1: "one", 2: "two"}[world_size])
     argv = [str(alike.recipe), "--output_dir", str(tmp_path), "--deepspeed", with_mode(stage, bf16, more), *options]
     argv += ["--eval_strategy", "no", "--save_strategy", "no", "--save_model", "false", "--sample_prompts", "null"]
-    result = group.run("train", argv=argv)[0]
+    result = group.run(cases.train, argv=argv)[0]
     metrics = result["metrics"]
     assert (metrics["strategy"], metrics["precision"]) == (f"zero{stage}_{mode}", "bf16")
     for rank, measured in enumerate(metrics["model_state_bytes"]):

@@ -1,12 +1,14 @@
 """Mixtures of experts under the sharding strategies train as a plain run does."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from tests.helpers import cases
 from tests.helpers.faults import ds_config
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, named, weights_apart, write_experts, write_recipe
@@ -30,7 +32,7 @@ def experts(two, tmp_path_factory):
 
 
 def trained(two, recipe: Path, folder: Path, strategy: str) -> tuple[dict, Path]:
-    metrics = two.run("train", argv=arguments(recipe, strategy, folder))[0]["metrics"]
+    metrics = two.run(cases.train, argv=arguments(recipe, strategy, folder))[0]["metrics"]
     assert verify(folder)["parameters"] == metrics["parameters"]
     return metrics, folder
 
@@ -51,10 +53,10 @@ def test_experts_of_their_own_need_leaf_modules(two, tmp_path):
     recipe = write_recipe(tmp_path, trust_remote_code=True, bf16=False)
     write_experts(tmp_path / "model")
 
-    def losses(*how: str, case: str = "train") -> list[float]:
+    def losses(*how: str, case: Callable = cases.train) -> list[float]:
         argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--overwrite", "true", *how]
         return two.run(case, argv=argv)[0]["metrics"]["loss_history"]
 
-    right, stage_2 = losses(*named("zero0")), losses(*named("zero2"), case="train_unchecked")
+    right, stage_2 = losses(*named("zero0")), losses(*named("zero2"), case=cases.train_unchecked)
     stage_3 = losses("--deepspeed", json.dumps(ds_config(3, leaf_module={"classes": ["OwnSparseMoeBlock"]})))
     assert stage_3 == pytest.approx(right, rel=1e-5) and stage_2 != pytest.approx(right, rel=1e-4)

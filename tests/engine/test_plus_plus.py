@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import family_cases
 from tests.helpers.quantizer_on_cpu import refuse_reduced, refuse_swizzled
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import NEVER_KEPT, ROOT, write_model, write_recipe
@@ -39,7 +40,7 @@ def runs(four, tmp_path_factory):
         config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
         config["zero_optimization"] |= NEVER_KEPT
         argv = [str(recipe), "--output_dir", str(folder / sizes / strategy), "--deepspeed", json.dumps(config)]
-        result = four.run("family_cases.train_on_two_nodes", argv=argv)[0]
+        result = four.run(family_cases.train_on_two_nodes, argv=argv)[0]
         assert result["metrics"]["strategy"] == strategy
         return result
 
@@ -125,7 +126,7 @@ def test_what_crosses_between_nodes_is_what_the_paper_says(runs, strategy):
 
 @pytest.fixture(scope="module")
 def ranges(four) -> list[dict]:
-    return four.run("family_cases.quantized_ranges", magnitudes=MAGNITUDES, seed=11)
+    return four.run(family_cases.quantized_ranges, magnitudes=MAGNITUDES, seed=11)
 
 
 def test_quantised_gradients_are_as_exact_at_every_size(ranges):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from tests.helpers import family_cases
 from tests.helpers.family_cases import sha256_of
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import named, write_model, write_rows
@@ -50,7 +51,7 @@ def runs(two, model, tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
     return {
         strategy: (
             folder / strategy,
-            two.run("family_cases.train_quantised", argv=argv(model, folder / strategy, strategy, *saves)),
+            two.run(family_cases.train_quantised, argv=argv(model, folder / strategy, strategy, *saves)),
         )
         for strategy in STRATEGIES
     }
@@ -104,7 +105,7 @@ def history(ranks: list[dict]) -> list[list[float]]:
 def resumed(two, model, runs, strategy: str, out: Path, **keywords) -> list[list[float]]:
     shutil.copytree(runs[strategy][0] / "checkpoint-2", out / "checkpoint-2")
     more = ["--resume_from_checkpoint", "true", "--save_model", "false"]
-    return history(two.run("family_cases.train_quantised", argv=argv(model, out, strategy, *more), **keywords))
+    return history(two.run(family_cases.train_quantised, argv=argv(model, out, strategy, *more), **keywords))
 
 
 @pytest.mark.parametrize("strategy", [grid("ddp"), "zero3", "fsdp2"])

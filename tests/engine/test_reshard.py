@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import cases, checkpoint_cases
 from tests.helpers.seeded import SEED, count, draw, write_result
 from tests.helpers.tiny import ROOT, write_recipe, write_rows
 from zero_recipes.tools import main as cli
@@ -39,8 +40,8 @@ class Runs:
         out = self.folder / f"{Path(strategy).stem}-{world}"
         if (strategy, world) not in self.done:
             keep = {"step": SAVED, "path": str(self.folder / f"{out.name}.pt")}
-            case = "reshard_cases.train_and_keep_states"
-            result = self.group(world).run(case, argv=self.argv(strategy, out), **keep)[0]
+            argv = self.argv(strategy, out)
+            result = self.group(world).run(checkpoint_cases.train_and_keep_states, argv=argv, **keep)[0]
             assert result["world_size"] == world and result["groups"][0]
             self.done[strategy, world] = result["metrics"]["loss_history"]
         return out
@@ -52,8 +53,8 @@ class Runs:
         folder, batch = reshard(out / f"checkpoint-{SAVED}", world, int(Path(strategy).stem[4]))
         assert batch.total == 8 and batch.world_size == world
         argv = self.argv(strategy, self.folder / "resumed", "--resume_from_checkpoint", str(folder))
-        case = "reshard_cases.train_and_compare_states"
-        results = self.group(world).run(case, argv=argv, path=str(out.with_suffix(".pt")))
+        path = str(out.with_suffix(".pt"))
+        results = self.group(world).run(checkpoint_cases.train_and_compare_states, argv=argv, path=path)
         shutil.rmtree(folder)
         shutil.rmtree(self.folder / "resumed")
         assert results[0]["steps"] == [SAVED, STEPS], "Adam's step was not kept, or counted twice"
@@ -145,7 +146,7 @@ def test_the_printed_command_goes_on(runs, capsys):
     assert words[3:7] == ["--config_file", "zero2.yaml", "--num_processes", "1"]
     argv = [str(fp32.recipe), *words[7:], "--deepspeed", "ds_configs/zero2.json"]
     shutil.rmtree(out / f"checkpoint-{STEPS}")  # as if the run had been interrupted: newer ones are not written over
-    losses = fp32.group(1).run("train", argv=argv)[0]["metrics"]["loss_history"]
+    losses = fp32.group(1).run(cases.train, argv=argv)[0]["metrics"]["loss_history"]
     assert losses == pytest.approx(fp32.done["zero3", 2], rel=1e-5)
     assert (out / f"checkpoint-{STEPS}" / "latest").is_file(), "the next checkpoint is DeepSpeed's own"
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.damage import flip
+from tests.helpers import cases, ending_cases
 from tests.helpers.resuming import EXACT, KINDS, LORA, SAVED_AT, STEPS, Shape, compare, drawn, gaps_of, resume_recipe
 from tests.helpers.seeded import count, write_result
 from tests.helpers.tiny import arguments, write_rows
+from tests.helpers.tools import flip
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
 
 GROUPS = {1: "one", 2: "two"}  # fixtures, by world size
@@ -56,7 +57,7 @@ def zero0(two, tmp_path_factory):
     """(recipe, folder of a whole run of zero0, its losses)."""
     folder = tmp_path_factory.mktemp("zero0")
     recipe = resume_recipe(folder)
-    metrics = two.run("train", argv=arguments(recipe, "zero0", folder / "whole", *SAMPLES))[0]["metrics"]
+    metrics = two.run(cases.train, argv=arguments(recipe, "zero0", folder / "whole", *SAMPLES))[0]["metrics"]
     return recipe, folder / "whole", metrics["loss_history"]
 
 
@@ -65,7 +66,7 @@ def test_a_finished_run_trains_nothing_and_keeps_its_figures(two, zero0, tmp_pat
     recipe, whole, losses = zero0
     folder = Path(shutil.copytree(whole, tmp_path / "copy"))
     argv = arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true", *SAMPLES)
-    again = two.run("train_counted", argv=argv)
+    again = two.run(cases.train_counted, argv=argv)
     metrics = again[0]["metrics"]
     assert again[0]["calls"] == again[1]["calls"] == [] and metrics["loss_history"] == losses
     assert metrics["status"] == "ok" and metrics["step_seconds"]["median"] > 0 and metrics["resumed_at"] == [STEPS]
@@ -76,7 +77,8 @@ def test_other_rows_are_refused_on_every_rank(two, zero0, tmp_path):
     recipe, whole, _ = zero0
     more = ("--resume_from_checkpoint", "true", "--dataset_name", str(write_rows(tmp_path / "others", 20, seed=1)))
     argv = arguments(recipe, "zero0", Path(shutil.copytree(whole, tmp_path / "copy")), *more)
-    assert all(said.endswith("was trained on different rows [ZR727]") for said in two.run("refusal_of", argv=argv))
+    for said in two.run(ending_cases.refusal_of, argv=argv):
+        assert said.endswith("was trained on different rows [ZR727]")
 
 
 def test_a_flipped_bit_is_passed_over_and_the_rest_is_bit_for_bit(two, zero0, tmp_path):
@@ -86,7 +88,7 @@ def test_a_flipped_bit_is_passed_over_and_the_rest_is_bit_for_bit(two, zero0, tm
     last = folder / f"checkpoint-{STEPS}"
     flip(next(last.rglob("mp_rank_00_model_states.pt")), random.Random(3))
     argv = arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true", *SAMPLES)
-    rest = two.run("train_counted", argv=argv)
+    rest = two.run(cases.train_counted, argv=argv)
     metrics = rest[0]["metrics"]
     assert metrics["loss_history"] == losses and metrics["resumed_at"] == [SAVED_AT]
     assert min(rest[0]["calls"]) == min(rest[1]["calls"]) == SAVED_AT
@@ -101,7 +103,7 @@ def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp
     for name in ("manifest.json", "history.json"):
         (folder / name).unlink()
     argv = arguments(recipe, "zero0", tmp_path / "rest", "--resume_from_checkpoint", str(folder))
-    metrics = two.run("train", argv=argv)[0]["metrics"]
+    metrics = two.run(cases.train, argv=argv)[0]["metrics"]
     assert metrics["loss_history"] == losses[SAVED_AT:] and metrics["first_step"] == SAVED_AT + 1
 
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from tests.helpers import cases, ending_cases
 from tests.helpers.bad_data import CHATML
-from tests.helpers.sample_cases import strict
+from tests.helpers.ending_cases import strict
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, arguments, write_recipe
 from zero_recipes.tools.verify import verify
@@ -37,7 +38,7 @@ def test_the_reference_loss_of_a_row_is_its_evaluation_loss_before_and_after_tra
         keys = keys | {"chat_template_path": str(tmp_path / "chat.jinja")}
     keys = FP32 | {"dataset_name": str(one_row(tmp_path / "one", row))} | keys
     path = write_recipe(tmp_path, **keys, model_name_or_path=str(ROOT / "tiny_world" / "base"))
-    metrics = one.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]["metrics"]
+    metrics = one.run(cases.train, argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]["metrics"]
     (sample,) = rows_of(tmp_path / "out")
     evaluated = [evaluation["loss"] for evaluation in metrics["eval_history"]]
     scored = [sample[key]["reference_loss"] for key in ("scores_before", "scores_after")]
@@ -53,7 +54,7 @@ def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp
     test = tmp_path / "rows" / "test.jsonl"
     test.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
-    found = two.run("sample_cases.ending", argv=arguments(path, "zero3", out))
+    found = two.run(ending_cases.ending, argv=arguments(path, "zero3", out))
     assert [rank["error"] for rank in found] == [None, None] and found[0]["metrics"]["status"] == "ok"
     samples = rows_of(out)
     scores = [row["scores_after"]["reference_loss"] for row in samples]
@@ -72,7 +73,7 @@ def test_samples_that_fail_lose_no_model(two, trained, tmp_path, strategy):
     """
     whole, out = trained(strategy), tmp_path / "out"
     assert len(rows_of(whole.folder)) == 3
-    ranks = two.run("sample_cases.break_at", argv=arguments(whole.recipe, strategy, out), point="samples")
+    ranks = two.run(ending_cases.break_at, argv=arguments(whole.recipe, strategy, out), point="samples")
     metrics = ranks[0]["metrics"]
     assert ranks[0]["error"] == ["RuntimeError", "it broke"]
     assert (metrics["status"], metrics["failure"]["phase"]) == ("failed", "eval")

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import STRATEGIES
+from tests.helpers import cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, llama_config, weights_apart, write_recipe, write_rows
 from zero_recipes.checks.capacity import checkpoint_bytes, read_at_resume
@@ -45,7 +46,7 @@ def test_the_best_model_is_the_one_that_is_saved(two, tmp_path, strategy):
     keys |= {"load_best_model_at_end": True, "learning_rate": 3.0, "warmup_steps": 2, "bf16": False}
     keys |= {"dataset_name": str(write_rows(tmp_path / "few", count=20))}
     path, out = write_recipe(tmp_path, save_model=True, **keys), tmp_path / "out"
-    metrics = two.run("train", argv=arguments(path, strategy, out))[0]["metrics"]
+    metrics = two.run(cases.train, argv=arguments(path, strategy, out))[0]["metrics"]
     losses = [evaluation["loss"] for evaluation in metrics["eval_history"]]
     best = losses.index(min(losses)) + 1
     assert best < 3, losses
@@ -77,7 +78,7 @@ def test_a_tied_head_is_saved_once(two, tmp_path, strategy):
     path = write_recipe(tmp_path, bf16=False, **keys)
     AutoModelForCausalLM.from_config(llama_config(tie_word_embeddings=True)).save_pretrained(tmp_path / "model")
     before = load_file(tmp_path / "model" / "model.safetensors")
-    two.run("train", argv=arguments(path, strategy, tmp_path / "out"))
+    two.run(cases.train, argv=arguments(path, strategy, tmp_path / "out"))
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
         saved = load_file(folder / "model.safetensors")
         assert saved.keys() == before.keys() and "lm_head.weight" not in saved

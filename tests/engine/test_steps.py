@@ -3,6 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
+from tests.helpers import cases, step_cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, named, write_recipe, write_rows
 
@@ -15,8 +16,8 @@ QUICK = ["--eval_strategy", "no", "--sample_prompts", "null", "--save_model", "f
 @pytest.mark.parametrize("bf16, apart, stage", [grid(False, 1e-6, 0), (False, 1e-6, 2), (True, 5e-3, 3)])
 def test_the_bare_loop_has_the_losses_of_run_sft(two, tmp_path, stage, bf16, apart):
     argv = ["recipes/tiny.yaml", "--deepspeed", f"ds_configs/zero{stage}.json", "--output_dir", str(tmp_path), *QUICK]
-    ours = two.run("train", argv=[*argv, "--bf16", str(bf16).lower()])[0]["metrics"]["loss_history"]
-    bare = two.run("step_cases.bare_loop", stage=stage, steps=STEPS, bf16=bf16)[0]
+    ours = two.run(cases.train, argv=[*argv, "--bf16", str(bf16).lower()])[0]["metrics"]["loss_history"]
+    bare = two.run(step_cases.bare_loop, stage=stage, steps=STEPS, bf16=bf16)[0]
     assert bare == pytest.approx(ours, rel=apart)
     assert bare[:2] == pytest.approx(ours[:2], rel=1e-6), "the first rate is 0: two steps of the same weights"
     assert ours[-1] < ours[0]
@@ -35,7 +36,7 @@ def test_no_prompt_is_scored_and_the_run_trains_the_same(two, tmp_path, strategy
     found = {}
     for only in (True, False):  # the last run must score all again: the switch is for a run, not for the process
         argv = [str(path), "--output_dir", str(tmp_path / str(only)), "--supervised_logits_only", str(only).lower()]
-        ranks = two.run("step_cases.train_scored", argv=[*argv, *named(strategy)])
+        ranks = two.run(step_cases.train_scored, argv=[*argv, *named(strategy)])
         for rank in ranks:
             # where TRL itself leaves prompts out on CPUs, patches.score_supervised_positions_only must go
             assert rank["scored"] == (rank["supervised"] if only else rank["positions"])
@@ -75,7 +76,7 @@ def test_the_log_is_that_of_trls_own_compute_loss(two, tmp_path, strategy, keys)
     for when, most_kept in (("micro_batch", None), ("logging_steps", None), ("logging_steps", 4)):
         argv = [str(path), "--output_dir", str(tmp_path / f"{when}{most_kept}"), "--token_metrics", when]
         argv += named(strategy)
-        found[when, most_kept] = two.run("step_cases.log_of", argv=argv, most_kept=most_kept)
+        found[when, most_kept] = two.run(step_cases.log_of, argv=argv, most_kept=most_kept)
     trl = found.pop(("micro_batch", None))
     for ours in found.values():
         for rank, wanted in zip(ours, trl, strict=True):
@@ -96,7 +97,7 @@ def test_loraplus_has_a_learning_rate_for_each_kind_of_tensor(two, tmp_path, str
     keys = {"use_peft": True, "lora_target_modules": ["dense", "embed_in"], "lora_dropout": 0.0, "max_steps": 2}
     keys |= {"lora_modules_to_save": ["final_layer_norm", "dense_4h_to_h"], "loraplus_lr_ratio": 16.0, "bf16": False}
     keys |= {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 1}
-    two.run("train", argv=arguments(write_recipe(tmp_path, **keys), strategy, tmp_path / "out"))
+    two.run(cases.train, argv=arguments(write_recipe(tmp_path, **keys), strategy, tmp_path / "out"))
     files = [tmp_path / "out" / f"checkpoint-{step}" / "adapter_model.safetensors" for step in (1, 2)]
     first, second = map(load_file, files)
     rates = {"lora_A": 1e-3, "lora_B": 16e-3, "embedding_A": 1e-6, "embedding_B": 1e-6, "norm.": 16e-3}

@@ -1,7 +1,10 @@
 """Two processes that share each sequence train as one process does without: losses, weights, tokens, evaluations."""
 
+from collections.abc import Callable
+
 import pytest
 
+from tests.helpers import cases, family_cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import named, weights_apart, write_llama, write_recipe, write_rows
 
@@ -24,7 +27,7 @@ def alone(one, recipe):
     return run(one, recipe, recipe.parent / "alone")
 
 
-def run(group, recipe, folder, *more: str, case: str = "train") -> dict:
+def run(group, recipe, folder, *more: str, case: Callable = cases.train) -> dict:
     return group.run(case, argv=[str(recipe), "--output_dir", str(folder), *more])[0]["metrics"]
 
 
@@ -58,5 +61,5 @@ def test_two_groups_share_out_the_rows(four, recipe, alone, tmp_path):
 def test_a_mean_for_each_micro_batch_is_noticed(two, recipe, alone, tmp_path):
     """Fails when transformers weighs tokens under Ulysses: then loss_of_a_part may go."""
     more = [*named("zero2"), "--sequence_parallel_size", "2"]
-    found = run(two, recipe, tmp_path / "out", *more, case="family_cases.train_with_a_mean_for_each_micro_batch")
+    found = run(two, recipe, tmp_path / "out", *more, case=family_cases.train_with_a_mean_for_each_micro_batch)
     assert found["loss_history"] != pytest.approx(alone["loss_history"], rel=1e-3)

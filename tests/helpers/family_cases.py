@@ -18,8 +18,8 @@ from deepspeed.utils import groups
 
 import run_sft
 from tests.helpers import quantizer_on_cpu
-from tests.helpers.around import before, without_rules
 from tests.helpers.cases import train
+from tests.helpers.tools import before, without_rules
 from zero_recipes.engine import fsdp
 from zero_recipes.engine.deepspeed import packed_weights
 from zero_recipes.engine.nvme import SWAPPED

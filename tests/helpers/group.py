@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import forkserver, get_context
 from pathlib import Path
@@ -59,18 +60,19 @@ class Group:
             self.ranks.append(ours)
             self.processes.append(process)
 
-    def run(self, case: str, **arguments: Any) -> list[Any]:
-        """Run `tests.helpers.cases.<case>(**arguments)` on every rank; the results, by rank. All of it is JSON.
+    def run(self, case: Callable, **arguments: Any) -> list[Any]:
+        """Run `case(**arguments)` on every rank; the results, by rank. Arguments and results are JSON.
 
-        A case of another file is named with it, "reshard_cases.train_and_keep_states", or with its package.
+        `case`: a function of a module, which the ranks import by its name.
         """
+        name = f"{case.__module__}:{case.__qualname__}"
         if not self.processes:
             self.start()
         self.cases += 1
         for rank in self.ranks:
             with suppress(BrokenPipeError):  # it has ended: `_result` says so
-                rank.send(json.dumps({"number": self.cases, "case": case, "arguments": arguments}))
-        return [self._result(rank, case) for rank in range(self.world_size)]
+                rank.send(json.dumps({"number": self.cases, "case": name, "arguments": arguments}))
+        return [self._result(rank, name) for rank in range(self.world_size)]
 
     def _result(self, rank: int, case: str) -> Any:
         number = 0

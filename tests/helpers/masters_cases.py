@@ -5,12 +5,10 @@ from unittest import mock
 import torch
 from deepspeed import utils
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModelForCausalLM
 
 import run_sft
-from tests.helpers.around import before, without
-from tests.helpers.step_cases import unpatched
+from tests.helpers.tools import before, without
 from zero_recipes.engine import deepspeed as internals
 from zero_recipes.engine.huggingface import without_deepspeed_announcement
 from zero_recipes.training.trainer import ZeroSFTTrainer
@@ -53,9 +51,8 @@ def beginning(argv: list[str], patched: bool = True) -> dict:
     set_state = internals.set_state
     counting = mock.patch.object(internals, "set_state", counted)
     remembering = before(ZeroSFTTrainer, "_prepare_for_training", remember)
-    peft = unpatched(BaseTunerLayer, "_get_base_layer_device_and_dtype", patched)
     left_out = without(None if patched else "zero_recipes.engine.patches.keep_precision_of_new_adapters")
-    with peft, left_out, counting, remembering, before(ZeroSFTTrainer, "_run_epoch", compare):
+    with left_out, counting, remembering, before(ZeroSFTTrainer, "_run_epoch", compare):
         trainer = run_sft.train(run_sft.read_run(argv))
     trainer.accelerator.wait_for_everyone()
     exact = trainer.stage_metrics.exact_master_weights

@@ -1,13 +1,21 @@
-"""Cases for test_plan_accuracy.py: what a real run allocates, by torch.profiler, not by the planner's tracker."""
+"""Cases of tests/helpers/group.py for the planner: what a run makes of its plan, and what it really allocates.
 
+The latter by torch.profiler, not by the planner's tracker.
+"""
+
+import dataclasses
 import gc
 from unittest import mock
 
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tests.helpers.around import before
+import run_sft
 from tests.helpers.cases import train
+from tests.helpers.tools import before
+from zero_recipes.checks import predicted
+from zero_recipes.core.findings import Refusal
+from zero_recipes.core.process import rank
 from zero_recipes.engine import patches
 from zero_recipes.metrics.callback import StageMetricsCallback
 
@@ -82,3 +90,25 @@ def _never_heard_to_end(changes: list[tuple[int, int, int]]) -> set[int]:
         else:
             open_at.pop(address, None)
     return silent | set(open_at.values())
+
+
+def plan_for_small_gpus(argv: list[str], program: str, capacities: list[int]) -> dict:
+    """What `program`, in the planner's place, makes of a run on each rank where its GPU has so many bytes."""
+    run = dataclasses.replace(run_sft.read_run(argv), device="cuda")
+    planner, started = predicted._planner, []
+
+    def start(*arguments):
+        started.append(rank())
+        return planner(*arguments)
+
+    card = {"rank": rank(), "total": capacities[rank()], "workspace": 0}
+    with (
+        mock.patch.object(predicted, "PLANNER", ("-c", program)),
+        mock.patch.object(predicted, "_planner", start),
+        mock.patch.object(predicted, "card", lambda: card),
+    ):
+        try:
+            with predicted.planning(run) as planned:
+                return {"peak": planned().peak_memory_bytes, "refused": None, "started": len(started)}
+        except Refusal as refusal:
+            return {"peak": None, "refused": refusal.codes, "started": len(started)}

@@ -9,7 +9,7 @@ from zero_recipes.engine.warnings import quieten
 quieten()
 import cpuinfo  # noqa: E402
 
-import tests.helpers.cases  # noqa: E402
+import tests.helpers.cases  # noqa: E402, F401
 import tests.helpers.forget  # noqa: E402, F401
 from tests.helpers.worker import remember  # noqa: E402
 

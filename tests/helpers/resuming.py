@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import cases, checkpoint_cases
 from tests.helpers.seeded import draw
 from tests.helpers.tiny import arguments, write_recipe, write_rows
 from zero_recipes.checkpoint.save import checkpoint_fault
@@ -101,13 +102,13 @@ def gaps_of(group, folder: Path, shape: Shape, **keys) -> dict[str, float]:
     """Run the shape whole, and again from its checkpoint; the largest differences of all that is measured or saved,
     after asserting that only the remaining steps were trained."""
     recipe, whole, rest = shape.recipe(folder, **keys), folder / "whole", folder / "rest"
-    then = group.run("train_counted", argv=arguments(recipe, shape.strategy, whole))
+    then = group.run(cases.train_counted, argv=arguments(recipe, shape.strategy, whole))
     shutil.copytree(whole, rest)
     for path in rest.glob("checkpoint-*"):
         if int(path.name.split("-")[1]) > shape.killed:
             shutil.rmtree(path)
     argv = arguments(recipe, shape.strategy, rest, "--resume_from_checkpoint", "true")
-    now = group.run("train_counted", argv=argv)
+    now = group.run(cases.train_counted, argv=argv)
     for earlier, later in zip(then, now, strict=True):
         assert later["calls"] == [step for step in earlier["calls"] if step >= shape.killed] != []
     then, now = then[0]["metrics"], now[0]["metrics"]
@@ -115,7 +116,7 @@ def gaps_of(group, folder: Path, shape: Shape, **keys) -> dict[str, float]:
     assert len(now["loss_history"]) == shape.steps
     paths = [path / f"checkpoint-{shape.steps}" for path in (whole, rest)]
     assert checkpoint_fault(paths[1]) is None
-    gaps = group.run("checkpoint_gaps", one=str(paths[0]), other=str(paths[1]))[0]
+    gaps = group.run(checkpoint_cases.checkpoint_gaps, one=str(paths[0]), other=str(paths[1]))[0]
     assert gaps.pop("tensors") > 20
     for metrics in (then, now):
         metrics |= {"eval_loss": [entry["loss"] for entry in metrics["eval_history"]]}

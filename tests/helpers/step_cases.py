@@ -7,16 +7,18 @@ from datetime import timedelta
 from itertools import chain
 from unittest import mock
 
+import deepspeed
 import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
-from transformers import TrainerCallback
+from transformers import AttentionInterface, TrainerCallback
 
 import run_sft
-from tests.helpers.around import before, without_rules
 from tests.helpers.cases import train
-from tests.helpers.sample_cases import ending
+from tests.helpers.ending_cases import ending
 from tests.helpers.tiny import ROOT
+from tests.helpers.tools import before, without_rules
+from zero_recipes.engine import patches
 from zero_recipes.engine.deepspeed import base_optimizer, flat_masters
 from zero_recipes.training import token_loss
 from zero_recipes.training.trainer import ZeroSFTTrainer
@@ -129,24 +131,15 @@ def ending_in_fp16(argv: list[str]) -> dict:
 
 def timeouts(argv: list[str], patched: bool) -> list[float]:
     """Seconds of the process groups that a run makes."""
-    from deepspeed.comm.torch import TorchBackend
     from deepspeed.utils import groups
 
     known = set(distributed_c10d._world.pg_map)
-    left_out = None if patched else "zero_recipes.engine.patches.patch_timeouts"
     groups._WORLD_GROUP = None  # DeepSpeed 0.19.8, utils/groups.py: made once for a process
-    with unpatched(TorchBackend, "new_group", patched):
-        train(argv, left_out)
+    train(argv, None if patched else "zero_recipes.engine.patches.patch_timeouts")
     groups._WORLD_GROUP = None
     made = set(distributed_c10d._world.pg_map) - known
     backends = [group._get_backend(torch.device("cpu")) for group in made]
     return [backend.options._timeout.total_seconds() for backend in backends]
-
-
-def unpatched(owner, name: str, patched: bool) -> contextlib.AbstractContextManager:
-    """Unless `patched`: the library's own function, which earlier runs of this process have replaced."""
-    function = getattr(owner, name)
-    return mock.patch.object(owner, name, function if patched else getattr(function, "unpatched", function))
 
 
 def train_with_a_slow_writer(argv: list[str]) -> None:
@@ -171,8 +164,30 @@ def train_with_a_slow_writer(argv: list[str]) -> None:
 
 def sent_a_step(argv: list[str], patched: bool) -> dict[str, int]:
     """Bytes of one optimizer step by collective. Unpatched: stage 3 keeps its answers when the trace is dropped."""
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
-
     left_out = None if patched else "zero_recipes.engine.patches.forget_releases_with_the_trace"
-    with unpatched(Coordinator, "_invalidate_trace", patched):
-        return train(argv, left_out)["metrics"]["communication_bytes_per_step"]
+    return train(argv, left_out)["metrics"]["communication_bytes_per_step"]
+
+
+def fresh_adam() -> dict:
+    """Adam's step counter and whether the fp32 masters are the weights, though weight decay has shrunk them in
+    DeepSpeed's step before training: as DeepSpeed leaves it, and as `fresh_adam_at_stage_0` does."""
+    left = {}
+    for name in ("unpatched", "fresh"):
+        layer = torch.nn.Linear(3, 3)
+        _, optimizer, _, _ = deepspeed.initialize(
+            model=layer,
+            optimizer=torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.5),
+            config={"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+        )
+        if name == "fresh":
+            patches.fresh_adam_at_stage_0(optimizer)
+        groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+        same = [torch.equal(m, w.float()) for masters, weights in groups for m, w in zip(masters, weights, strict=True)]
+        steps = max(float(tensors["step"]) for tensors in optimizer.state.values())
+        left[name] = {"steps": steps, "masters_are_the_weights": all(same)}
+    return left
+
+
+def train_and_see_attention(argv: list[str]) -> dict:
+    """`train`, and whether sdpa took packs apart."""
+    return train(argv) | {"by_row": AttentionInterface()["sdpa"] is patches._by_row}

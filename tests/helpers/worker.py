@@ -3,9 +3,9 @@
 import ctypes
 import functools
 import gc
-import importlib
 import json
 import os
+import pkgutil
 import re
 import signal
 import traceback
@@ -66,9 +66,7 @@ def run(case: str, arguments: dict) -> dict:
     print(f"=== case {case} {arguments}", flush=True)
     forget_last_run()
     try:
-        module, _, name = case.rpartition(".")
-        cases = importlib.import_module(module if "." in module else f"tests.helpers.{module or 'cases'}")
-        return {"value": getattr(cases, name)(**arguments)}
+        return {"value": pkgutil.resolve_name(case)(**arguments)}
     except BaseException:
         return {"traceback": traceback.format_exc()}
     finally:

@@ -16,9 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.helpers.damage import refusal_of
+from tests.helpers import cases, group_cases
 from tests.helpers.group import free_port
 from tests.helpers.tiny import ROOT, arguments, write_recipe
+from tests.helpers.tools import refusal_of
 from tests.helpers.two_ranks import ranks
 from zero_recipes.engine.group import wait_for_hosts
 
@@ -76,24 +77,24 @@ def test_a_wrong_sum_is_refused(meet):
 )
 def test_what_rank_0_fails_of_both_fail_of(two, fault, first, other):
     """Once more at the end: the processes still count the same calls."""
-    found = two.run("group_cases.shared", fault=fault, on=0)
+    found = two.run(group_cases.shared, fault=fault, on=0)
     doing = {"agree": "works with the others", "once": "plans the run", "rank_0_writes": "saves"}
     doing |= {"once_per_node": "prepares the data of this machine"}
     for way, what in doing.items():
         assert (found[0][way], found[1][way]) == (first, other.format(what)), way
     values = {"agree": "[0, 10]", "once": "0", "once_per_node": "0", "rank_0_writes": "went on"}
-    assert two.run("group_cases.shared", fault=None, on=0) == [values, values]
+    assert two.run(group_cases.shared, fault=None, on=0) == [values, values]
 
 
 def test_what_another_rank_refuses_all_refuse(two):
-    for found in two.run("group_cases.shared", fault="refusal", on=1):
+    for found in two.run(group_cases.shared, fault="refusal", on=1):
         assert (found["agree"], found["once"]) == ("Refusal: refused: what [ZR000]", "0")
 
 
 @pytest.mark.parametrize("call, on, first_call", [("agree", 1, 10_000), ("once", 0, 20_000)])
 def test_a_call_that_one_rank_skips_is_named_with_the_one_it_makes(two, call, on, first_call):
     """The others would wait for the skipped one."""
-    found = two.run("group_cases.skipped", call=call, on=on, first_call=first_call)
+    found = two.run(group_cases.skipped, call=call, on=on, first_call=first_call)
     doing = {"agree": "works with the others", "once": "reads the rows"}[call]
     calls = f"{doing} (skipped.<locals>.rows)", "plans the run (skipped.<locals>.plan)"
     other = 1 - on
@@ -106,16 +107,16 @@ def test_a_call_that_one_rank_skips_is_named_with_the_one_it_makes(two, call, on
 @pytest.mark.parametrize("on", [0, 1])
 def test_weights_that_one_rank_alone_has_lost_end_the_run_on_all(two, on):
     """The others would wait for it in the next collective."""
-    assert two.run("group_cases.has_nonfinite_weights", on=on) == [True, True]
-    assert two.run("group_cases.has_nonfinite_weights", on=2) == [False, False]
+    assert two.run(group_cases.has_nonfinite_weights, on=on) == [True, True]
+    assert two.run(group_cases.has_nonfinite_weights, on=2) == [False, False]
 
 
 def test_all_ranks_judge_a_step_by_the_norm_of_the_worst(two):
     for bad in (math.inf, -math.inf):
         for norms in ([1.0, bad], [bad, 1.0]):
-            found = two.run("group_cases.figures_of_a_step", losses=[2.0, 4.0], norms=norms)
+            found = two.run(group_cases.figures_of_a_step, losses=[2.0, 4.0], norms=norms)
             assert found == [[3.0, bad]] * 2
-    (_, norm), _ = two.run("group_cases.figures_of_a_step", losses=[2.0, 4.0], norms=[1.0, math.nan])
+    (_, norm), _ = two.run(group_cases.figures_of_a_step, losses=[2.0, 4.0], norms=[1.0, math.nan])
     assert math.isnan(norm)
 
 
@@ -175,7 +176,7 @@ def on_each(namespaces: list[str], commands: list[list[str]]) -> list[tuple[int,
 def test_two_hosts_equal_one(namespaces, two, tmp_path):
     """The same command on each: they meet, and accelerate launches."""
     recipe = write_recipe(tmp_path, bf16=False)
-    losses = two.run("train", argv=arguments(recipe, "zero3", tmp_path / "one"))[0]["metrics"]["loss_history"]
+    losses = two.run(cases.train, argv=arguments(recipe, "zero3", tmp_path / "one"))[0]["metrics"]["loss_history"]
     command = ["zero_recipes.tools.main", "train", str(recipe), "--config_file", "zero3.yaml", "--num_processes", "2"]
     command += ["--hosts", ",".join(HOSTS), "--output_dir", str(tmp_path / "out"), "--machine_rank"]
     ended = on_each(namespaces, [[*command, machine] for machine in ("0", "1")])

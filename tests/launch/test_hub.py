@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import ModelCard, constants, hf_api
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers import ending_cases
 from tests.helpers.tiny import arguments, write_recipe
 from tests.unit.test_metrics import OK_ROW
 from zero_recipes.tools import main as cli
@@ -99,7 +100,7 @@ def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, two, tmp_path, 
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model")).save_pretrained(tmp_path / "model")
     out = tmp_path / "taught"
     argv = arguments(recipe, "zero2", out)
-    for ended in two.run("sample_cases.ending_at_hub", argv=argv, address=hub.address):
+    for ended in two.run(ending_cases.ending_at_hub, argv=argv, address=hub.address):
         assert ended["error"][0] == "NotPushed" and "was not pushed to me/taught" in ended["error"][1]
     assert ended["metrics"]["status"] == "ok" and verify(out)
     assert hub.created == ["taught"] and not hub.files
@@ -124,12 +125,12 @@ def test_a_run_that_is_refused_leaves_no_repository(hub, two, tmp_path):
     hub_keys = {"push_to_hub": True, "hub_model_id": "me/taught", "hub_token": "hf_secret", "save_model": True}
     argv = arguments(write_recipe(tmp_path, **hub_keys), "zero2", tmp_path / "out")
     of_rows = [*argv, "--max_length", "4"]  # no answer is left
-    assert "max_length" in two.run("sample_cases.ending_at_hub", argv=of_rows, address=hub.address)[0]["error"][1]
+    assert "max_length" in two.run(ending_cases.ending_at_hub, argv=of_rows, address=hub.address)[0]["error"][1]
     refused = {"point": "load", "error": "Refusal", "words": "no weights", "address": hub.address}
-    assert "no weights" in two.run("sample_cases.break_at", argv=argv, **refused)[1]["error"][1]
+    assert "no weights" in two.run(ending_cases.break_at, argv=argv, **refused)[1]["error"][1]
     assert hub.created == []
     hub.knows_token = False
-    ended = two.run("sample_cases.ending_at_hub", argv=argv, address=hub.address)
+    ended = two.run(ending_cases.ending_at_hub, argv=argv, address=hub.address)
     for rank in ended:
         assert "logging in (push_to_hub)" in rank["error"][1]
     assert not hub.created and not (tmp_path / "out").exists()

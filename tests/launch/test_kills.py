@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import cases, checkpoint_cases, ending_cases
 from tests.helpers.group import CaseFailed
-from tests.helpers.killed import PLACES, RANK_0_ONLY
+from tests.helpers.interrupted import PLACES, RANK_0_ONLY
 from tests.helpers.resuming import resume_recipe
 from tests.helpers.seeded import count, draw
 from tests.helpers.tiny import ROOT, arguments
@@ -24,10 +25,10 @@ pytestmark = pytest.mark.launch
 
 
 def launch(strategy: str, recipe: Path, output_dir: Path, kill: str | None) -> tuple[int, str]:
-    """(exit code, everything printed) of `zero-recipes train` that is killed as tests/helpers/killed.py says."""
+    """(exit code, everything printed) of `zero-recipes train` that is killed as tests/helpers/interrupted.py says."""
     script = recipe.parent / "run_sft.py"
     if not script.is_symlink():
-        script.symlink_to(ROOT / "tests" / "helpers" / "killed.py")
+        script.symlink_to(ROOT / "tests" / "helpers" / "interrupted.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {} if kill is None else {"KILL": kill}
     command = [sys.executable, "-m", "zero_recipes.tools.main", "train", str(recipe), "--output_dir", str(output_dir)]
@@ -40,17 +41,17 @@ def launch(strategy: str, recipe: Path, output_dir: Path, kill: str | None) -> t
 def assert_equal(group, folders: list[Path], step: int) -> None:
     """The last checkpoints hold the same bits."""
     one, other = (str(folder / f"checkpoint-{step}") for folder in folders)
-    gaps = group.run("checkpoint_gaps", one=one, other=other)[0]
+    gaps = group.run(checkpoint_cases.checkpoint_gaps, one=one, other=other)[0]
     assert (gaps["weights"], gaps["states"]) == (0.0, 0.0) and gaps["tensors"] > 40
 
 
 def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
     recipe = resume_recipe(tmp_path, save_steps=2, save_total_limit=1)
-    whole = two.run("train", argv=arguments(recipe, "zero3", tmp_path / "whole"))[0]["metrics"]
+    whole = two.run(cases.train, argv=arguments(recipe, "zero3", tmp_path / "whole"))[0]["metrics"]
     out = tmp_path / "out"
 
     argv, killed = arguments(recipe, "zero3", out, *RESUME), {"KILL": "optimizer:1:4"}
-    ranks = two_ranks(argv, tmp_path, killed, script="tests/helpers/killed.py")
+    ranks = two_ranks(argv, tmp_path, killed, script="tests/helpers/interrupted.py")
     assert "starting fresh" in ranks[0].stdout, ranks[0].stderr[-3000:]
     assert ranks[0].returncode > 0 and ranks[1].returncode == -signal.SIGKILL
     assert [path.name for path in numbered(out)] == ["checkpoint-2", "checkpoint-4"]
@@ -64,7 +65,7 @@ def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
     assert "a signal ended the run; it is saved as" in said
     assert [path.name for path in numbered(out)] == ["checkpoint-6"], "save_total_limit was not kept"
 
-    rest = two.run("train", argv=arguments(recipe, "zero3", out, *RESUME))[0]["metrics"]
+    rest = two.run(cases.train, argv=arguments(recipe, "zero3", out, *RESUME))[0]["metrics"]
     assert rest["loss_history"] == whole["loss_history"] and rest["resumed_at"] == [2, 6]
     assert_equal(two, [tmp_path / "whole", out], 7)
 
@@ -72,7 +73,7 @@ def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
 def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, request):
     """The room is there when the run starts (checks/capacity.py refuses otherwise), then another program takes it."""
     recipe = resume_recipe(tmp_path, save_steps=2)
-    whole = one.run("train", argv=arguments(recipe, "ddp", tmp_path / "whole"))[0]["metrics"]
+    whole = one.run(cases.train, argv=arguments(recipe, "ddp", tmp_path / "whole"))[0]["metrics"]
     size = sum(read_manifest(tmp_path / "whole" / "checkpoint-2")["files"].values())
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -83,13 +84,13 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, request):
     out, filler = disk / "out", disk / "filler"
     with pytest.raises(CaseFailed) as failed:
         argv = arguments(recipe, "ddp", out)
-        one.run("train_on_a_filling_disk", argv=argv, filler=str(filler), left=int(1.7 * size))
+        one.run(ending_cases.train_on_a_filling_disk, argv=argv, filler=str(filler), left=int(1.7 * size))
     message = str(failed.value).splitlines()[-1]
     assert f"NotSaved: {out}/checkpoint-4 could not be saved" in message
     assert is_unfinished(out / "checkpoint-4") and checkpoint_fault(out / "checkpoint-2") is None
     assert json.loads((out / "metrics.json").read_text())["status"] == "failed", "the file was lost"
     filler.unlink()
-    rest = one.run("train", argv=arguments(recipe, "ddp", out, *RESUME))[0]["metrics"]
+    rest = one.run(cases.train, argv=arguments(recipe, "ddp", out, *RESUME))[0]["metrics"]
     assert rest["loss_history"] == whole["loss_history"] and rest["resumed_at"] == [2]
 
 
@@ -116,7 +117,7 @@ def test_a_run_that_is_killed_eleven_times(two, tmp_path, strategy):
     kills = drawn_kills(strategy, 11)
     steps = kills[-1][1] + 3
     recipe = resume_recipe(tmp_path, save_steps=1, save_total_limit=1, max_steps=steps)
-    whole = two.run("train", argv=arguments(recipe, strategy, tmp_path / "whole"))[0]["metrics"]
+    whole = two.run(cases.train, argv=arguments(recipe, strategy, tmp_path / "whole"))[0]["metrics"]
     out = tmp_path / "out"
     for kill, last in kills:
         code, said = launch(strategy, recipe, out, kill)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.damage import contents, flip
+from tests.helpers import cases, ending_cases
 from tests.helpers.group import ENVIRONMENT
 from tests.helpers.resuming import SAVED_AT, STEPS, resume_recipe
 from tests.helpers.tiny import ROOT, arguments, write_rows
+from tests.helpers.tools import contents, flip
 from zero_recipes.checkpoint.output_dir import LOCK
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
 
@@ -25,7 +26,7 @@ def start(argv: list[str], folder: Path, pause: str = "") -> subprocess.Popen:
     environment = os.environ | ENVIRONMENT | {"PAUSE": pause}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
-    command = [sys.executable, "tests/helpers/paused.py", *argv]
+    command = [sys.executable, "tests/helpers/interrupted.py", *argv]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with open(folder / f"{pause or 'plain'}.txt", "w") as errors:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors, **pipes)
@@ -55,7 +56,7 @@ def saved(two, tmp_path_factory) -> tuple[Path, Path]:
     """(recipe, folder) of a whole run of two processes."""
     folder = tmp_path_factory.mktemp("saved")
     recipe = resume_recipe(folder, save_model=True)
-    two.run("train", argv=arguments(recipe, "zero2", folder / "whole"))
+    two.run(cases.train, argv=arguments(recipe, "zero2", folder / "whole"))
     return recipe, folder / "whole"
 
 
@@ -107,7 +108,7 @@ def test_of_two_runs_at_once_the_second_is_refused_and_touches_nothing(saved, st
 
 def test_a_run_that_looked_before_another_trained_to_its_end_trains_nothing(two, saved, stopped):
     recipe, whole = saved
-    late = two.run("sample_cases.ending_after_another", argv=arguments(recipe, "zero2", stopped, *RESUME))[0]
+    late = two.run(ending_cases.ending_after_another, argv=arguments(recipe, "zero2", stopped, *RESUME))[0]
     assert late["error"] is None and late["steps"] == []
     assert late["metrics"]["resumed_at"] == [SAVED_AT, STEPS]
     assert late["metrics"]["loss_history"] == json.loads((whole / "metrics.json").read_text())["loss_history"]
@@ -116,6 +117,6 @@ def test_a_run_that_looked_before_another_trained_to_its_end_trains_nothing(two,
 
 def test_a_run_that_looked_at_an_empty_folder_is_refused_where_another_has_trained_since(two, saved, tmp_path):
     out = tmp_path / "out"
-    late = two.run("sample_cases.ending_after_another", argv=arguments(saved[0], "zero2", out))[1]
+    late = two.run(ending_cases.ending_after_another, argv=arguments(saved[0], "zero2", out))[1]
     assert "[ZR702]" in late["error"][1] and late["steps"] == []
     assert late["metrics"]["status"] == "ok" and late["metrics"]["resumed_at"] == []

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import ending_cases
 from tests.helpers.resuming import LORA, largest, resume_recipe
 from tests.helpers.seeded import count, draw
 from tests.helpers.tiny import arguments, write_recipe
@@ -32,14 +33,14 @@ def test_signals_in_every_phase_then_the_same_command(two, tmp_path, signals):
     """In a step, in a save, in an evaluation, and while the samples are asked after training."""
     recipe = resume_recipe(tmp_path, **SAMPLED)
     whole, out = tmp_path / "whole", tmp_path / "out"
-    assert two.run("sample_cases.train_signalled", argv=arguments(recipe, "zero2", whole)) == ["done", "done"]
+    assert two.run(ending_cases.train_signalled, argv=arguments(recipe, "zero2", whole)) == ["done", "done"]
     argv = arguments(recipe, "zero2", out)
     for place, number, rank, step in signals:
         sent = {"place": place, "number": number, "rank": rank, "name": NAMES[rank]}
-        endings = two.run("sample_cases.train_signalled", argv=argv, **sent)
+        endings = two.run(ending_cases.train_signalled, argv=argv, **sent)
         assert f"it is saved as {out}/checkpoint-{step}." in endings[0] and endings[0] == endings[1], place
         assert json.loads((out / "metrics.json").read_text())["status"] == "preempted"
-    assert two.run("sample_cases.train_signalled", argv=argv) == ["done", "done"]
+    assert two.run(ending_cases.train_signalled, argv=argv) == ["done", "done"]
     assert kept(out) == kept(whole)
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
@@ -53,7 +54,7 @@ def test_four_signals_at_drawn_moments(two, tmp_path, strategy):
     whole, out, signals = tmp_path / "whole", tmp_path / "out", []
 
     def run(folder: Path, **sent) -> str:
-        return two.run("sample_cases.train_signalled", argv=arguments(recipe, strategy, folder), **sent)[0]
+        return two.run(ending_cases.train_signalled, argv=arguments(recipe, strategy, folder), **sent)[0]
 
     assert run(whole) == "done"
     while len(signals) < 4:
@@ -79,16 +80,16 @@ def test_two_one_two_processes(request, two, tmp_path, name):
     keys |= {"": {}, "lora": LORA | {"lora_dropout": 0}, "stream": {"dataset_streaming": True}}[kind]
     recipe, chance = write_recipe(tmp_path, **keys, **SAMPLED), draw("processes", name)
     whole, out = tmp_path / "whole", tmp_path / "out"
-    two.run("sample_cases.train_signalled", argv=arguments(recipe, strategy, whole))
+    two.run(ending_cases.train_signalled, argv=arguments(recipe, strategy, whole))
     signals = []
     for group in (two, request.getfixturevalue("four" if strategy == "fsdp2" else "one")):  # ZR316: FSDP needs two
         processes = group.world_size
         sent = {"rank": chance.randrange(processes), "number": chance.randint(1, 12 // processes)}  # of micro batches
         sent |= {"name": chance.choice(NAMES)}
-        endings = group.run("sample_cases.train_signalled", argv=arguments(recipe, strategy, out), place=None, **sent)
+        endings = group.run(ending_cases.train_signalled, argv=arguments(recipe, strategy, out), place=None, **sent)
         assert "it is saved as" in endings[0]
         signals.append({"processes": processes} | sent)
-    assert two.run("sample_cases.train_signalled", argv=arguments(recipe, strategy, out)) == ["done", "done"]
+    assert two.run(ending_cases.train_signalled, argv=arguments(recipe, strategy, out)) == ["done", "done"]
     assert not list(out.glob("checkpoint-*-world*")), "what was resharded is deleted"
     one, other = (json.loads((folder / "metrics.json").read_text()) for folder in (whole, out))
     assert one["tokens"] == other["tokens"] and len(other["resumed_at"]) == 2

@@ -1,5 +1,6 @@
 """The plan's bytes are those of real runs: the same recipe simulated and trained, on two processes over gloo or one."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FalconConfig
 
-from tests.helpers.compared_jobs import job_of, write_recipe
+from tests.helpers import plan_cases, tiny
 from tests.helpers.tiny import ROOT, llama_config, write_model
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.recipe import Settings
 from zero_recipes.tools.plan.formulas import overheads, predict_by_formulas
+from zero_recipes.tools.plan.job import Job
 from zero_recipes.tools.plan.simulator import parent as simulation
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
@@ -65,6 +69,28 @@ def write_llama(folder: Path) -> Path:
     return folder
 
 
+def write_recipe(folder: Path, model: Path, keys: dict) -> Path:
+    """Every micro batch holds one row of max_length and a short one: padded to what the plan takes."""
+    rows = folder / "compared"
+    rows.mkdir()
+    words = "the red fish hums in the cave by the river . "
+    lines = [json.dumps({"text": words * (2 if i % 2 else 40)}) for i in range(64)]
+    (rows / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (rows / "test.jsonl").write_text("\n".join(lines[:48]) + "\n")
+    usual = {"model_name_or_path": str(model), "dataset_name": str(rows), "dataset_format": None, "max_steps": 6}
+    return tiny.write_recipe(folder, **usual | {"train_sampling_strategy": "sequential"} | keys)
+
+
+def job_of(path: Path, model: Path, strategy: str, ranks: int = 2) -> Job:
+    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
+    plain = {key: getattr(value, "value", value) for key, value in recipe.settings.as_dict().items()}
+    ds_config = None
+    if strategy != "single":
+        ds_config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
+    config = json.loads((model / "config.json").read_text())
+    return Job(str(model), config, Settings(plain), strategy, None, ranks, ranks, "cpu").under(strategy, ds_config)
+
+
 BOUND = 0.001  # of the peak
 # times that; Ulysses: what one attention swaps is not simulated; at stage 2, a cause that is not known
 LOOSER = {"Ulysses, stage 3": 5, "stage 2, checkpointing": 5, "stage 2, LoRA": 3}
@@ -114,7 +140,7 @@ def test_the_plan_is_what_a_run_takes(model, case, planned, request, tmp_path):
     argv = [str(recipe), "--output_dir", str(tmp_path / "out")]
     argv += [] if strategy == "single" else ["--deepspeed", str(ROOT / "ds_configs" / f"{strategy}.json")]
     group = request.getfixturevalue("one" if case in ALONE else "two")
-    ranks = group.run("plan_cases.train_profiled", argv=argv)
+    ranks = group.run(plan_cases.train_profiled, argv=argv)
     metrics = ranks[0]["metrics"]
 
     states = predicted.model_state_bytes.model_dump()

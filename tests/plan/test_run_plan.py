@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from deepspeed.accelerator import get_accelerator
 
+from tests.helpers import cases, plan_cases
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import predicted, preflight
@@ -212,16 +213,16 @@ def test_check_on_a_machine_with_a_gpu_says_it(gpu, monkeypatch, tmp_path, capsy
 
 def test_one_rank_plans_for_all_cards_and_every_rank_is_refused(two, tmp_path):
     argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero2.json"]
-    first, second = two.run("plan_for_small_gpus", argv=argv, program=ANSWERS, capacities=[1000, 60])
+    first, second = two.run(plan_cases.plan_for_small_gpus, argv=argv, program=ANSWERS, capacities=[1000, 60])
     assert first["refused"] == second["refused"] == ["ZR816"]
     assert (first["started"], second["started"]) == (1, 0)
-    fits = two.run("plan_for_small_gpus", argv=argv, program=ANSWERS, capacities=[1000, 128])
+    fits = two.run(plan_cases.plan_for_small_gpus, argv=argv, program=ANSWERS, capacities=[1000, 128])
     assert [found["peak"] for found in fits] == [128, 128]
 
 
 def test_a_planned_run_on_cpus_carries_states_like_those_measured(two, tmp_path):
     argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero3.json"]
-    found = two.run("train", argv=[*argv, "--predict", "true"])[0]["metrics"]
+    found = two.run(cases.train, argv=[*argv, "--predict", "true"])[0]["metrics"]
     planned, measured = found["predicted"]["model_state_bytes"], found["model_state_bytes"][0]
     assert found["predicted"]["source"] in ("formulas", "engine")
     for part in ("params", "optimizer"):

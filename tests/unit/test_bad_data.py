@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.bad_data import CHATML, SOUND, found_in, lines, prepared, with_row, written
-from tests.helpers.damage import refusal_of
+from tests.helpers.tools import refusal_of
 
 ALPACA, PAIRS, TEXTS, CHATS, IDS, _ = SOUND.values()
 AS_ALPACA = {"dataset_format": "alpaca"}

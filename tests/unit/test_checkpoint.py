@@ -11,8 +11,8 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import TrainerState
 
-from tests.helpers.damage import DAMAGES, refusal_of
 from tests.helpers.seeded import count, draw, grid
+from tests.helpers.tools import DAMAGES, refusal_of
 from zero_recipes.checkpoint import resume, save
 from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinished, numbered, resolve_resume_checkpoint

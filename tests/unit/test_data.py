@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.helpers.bad_data import BASE, CHATML, arguments, lines, parquet, prepared, written
-from tests.helpers.damage import refusal_of
 from tests.helpers.faults import Side
 from tests.helpers.tiny import settings_with
+from tests.helpers.tools import refusal_of
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data import forms, load
 from zero_recipes.data.audit import audit, holding, overlap_findings

@@ -22,9 +22,9 @@ from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from rich.console import Console
 from torch.utils.file_baton import FileBaton
 
-from tests.helpers.damage import refusal_of
 from tests.helpers.faults import ROOT, Side
 from tests.helpers.tiny import write_model, write_recipe, write_rows
+from tests.helpers.tools import refusal_of
 from tests.helpers.two_ranks import environment_of_launch
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes

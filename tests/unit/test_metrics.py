@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as draw
 from torch import distributed
 
+from tests.helpers.ending_cases import strict
 from tests.helpers.report_runs import PARAMETERS, on_cpu
-from tests.helpers.sample_cases import strict
 from tests.helpers.tiny import ROOT
 from zero_recipes.core.findings import UNFINISHED, Finding, PeerFailed, Refusal
 from zero_recipes.core.process import PhaseClock

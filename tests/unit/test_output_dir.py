@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.damage import contents, refusal_of
+from tests.helpers.tools import contents, refusal_of
 from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checkpoint.save import begin_checkpoint, write_manifest
 from zero_recipes.config.recipe import parse_recipe

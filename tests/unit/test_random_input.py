@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.helpers import ending_cases
 from tests.helpers.seeded import count, draw, grid
 from tests.helpers.tiny import ROOT, named, write_recipe
 from tests.helpers.two_ranks import set_by_launch
@@ -45,7 +46,7 @@ def test_a_mutated_file_is_refused_or_trains(request, tmp_path, capsys, kind, nu
                     group = {"1": "one", "2": "two"}[launched_environment(file, 2).get("WORLD_SIZE", "1")]
                     how = {"argv": ["recipe.yaml"], "environment": set_by_launch(file, 2)} if file else {}
                     how = {"argv": ["recipe.yaml", *options], "environment": {}} | how
-                    ranks = request.getfixturevalue(group).run("ended", folder=str(folder), **how)
+                    ranks = request.getfixturevalue(group).run(ending_cases.ended, folder=str(folder), **how)
                     assert len(set(ranks)) == 1, ranks
                     endings[ranks[0]] += 1
         except (Exception, SystemExit) as error:

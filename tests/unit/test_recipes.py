@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.helpers.damage import refusal_of
 from tests.helpers.faults import ROOT, Side
+from tests.helpers.tools import refusal_of
 from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal

@@ -14,8 +14,8 @@ import numpy
 import pytest
 import torch
 
-from tests.helpers.damage import contents, refusal_of
 from tests.helpers.tiny import ROOT, write_recipe
+from tests.helpers.tools import contents, refusal_of
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
 from zero_recipes.checkpoint.save import NotWhole, checkpoint_fault, content_fault, write_manifest

@@ -13,9 +13,9 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, GPT2Config, LlamaConfig
 
 from tests.helpers import faults
-from tests.helpers.damage import refusal_of
 from tests.helpers.faults import FAULTS, TWO, TWO_NODES, Side, ds_config, findings_in, findings_of, found_in, schedule
 from tests.helpers.tiny import ROOT, llama_config, write_experts, write_llama, write_model, write_recipe
+from tests.helpers.tools import refusal_of
 from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.checks.rehearsal import parser_findings
 from zero_recipes.checks.rules import options

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from tests.helpers import fake_cuda
-from tests.helpers.damage import refusal_of
 from tests.helpers.report_runs import metrics, save
 from tests.helpers.tiny import ROOT, write_recipe
+from tests.helpers.tools import refusal_of
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.keys import key_types

@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.damage import cut, flip
 from tests.helpers.tiny import ROOT, llama_config
+from tests.helpers.tools import cut, flip
 from zero_recipes.checkpoint import save
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.verify import verify

@@ -110,6 +110,13 @@ def read_recipe_file(path: Path) -> RecipeFile:
     return mapping
 
 
+def recipe_in_force(path: Path) -> RecipeFile:
+    """`read_recipe_file`, its environment set in this process. Raises Refusal."""
+    mapping = read_recipe_file(path)
+    os.environ.update(mapping.environment)
+    return mapping
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's, with an error for a key that occurs twice in one mapping. ruamel.yaml has that, but it reads 1e-5 as a
     number: a recipe must mean what TRL's PyYAML makes of it."""

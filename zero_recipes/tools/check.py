@@ -24,7 +24,7 @@ def check(arguments: argparse.Namespace) -> int:
         from zero_recipes.config.accelerate import file_findings, file_named, launched_as_named, launched_environment
 
     quieten()
-    mapping = recipes.read_recipe_file(arguments.recipe)
+    mapping = recipes.recipe_in_force(arguments.recipe)
     overrides = list(arguments.overrides)
     leaves_code_out = False
     if TRUST not in recipes.named_on(overrides, [TRUST]):

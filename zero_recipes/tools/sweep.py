@@ -32,7 +32,7 @@ from zero_recipes.core.findings import Refusal, library_error_as_finding, refusa
 from zero_recipes.core.host import Host
 from zero_recipes.core.tables import plain, terminal, working
 from zero_recipes.engine.warnings import quieten
-from zero_recipes.metrics.failure import failed_row, unfinished
+from zero_recipes.metrics.failure import failed_row, not_begun
 from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file
 from zero_recipes.metrics.schema import FILE, Metrics
 from zero_recipes.tools.report.read import short_names, value_text
@@ -66,7 +66,7 @@ def sweep(
     ds_configs = {}
     # what it refuses here, it would refuse in every run
     with working(f"reading {recipe}"):
-        settings = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings
+        settings = recipes.parse_recipe(recipe, recipes.recipe_in_force(recipe), overrides).settings
         refuse_own_ds_config(recipe, settings)
         for name in strategies:
             configs[name] = at_hand(FOLDER / f"{name}.yaml")
@@ -133,7 +133,7 @@ def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
         return Metrics.read(folder / FILE)
     except (ValueError, OSError) as error:  # ContractError is a ValueError
         error = f"exit code {exit_code}; {error}"
-        row = unfinished(strategy, strategy).model_copy(update={"error": error})
+        row = not_begun(strategy, strategy).model_copy(update={"status": "failed", "error": error})
         row.write(folder / FILE)
         return row
 

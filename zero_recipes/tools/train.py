@@ -45,7 +45,7 @@ def train(arguments: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    mapping = recipes.read_recipe_file(arguments.recipe)
+    mapping = recipes.recipe_in_force(arguments.recipe)
     file = arguments.config_file or file_named(mapping) or at_hand(FOLDER / "ddp.yaml")
     machines = read_accelerate_file(file).num_machines
     hosts = arguments.hosts or []

@@ -42,7 +42,7 @@ def fetch(arguments: argparse.Namespace) -> int:
     from zero_recipes.config import recipe as recipes
     from zero_recipes.data.load import load_splits
 
-    mapping = recipes.read_recipe_file(arguments.recipe)
+    mapping = recipes.recipe_in_force(arguments.recipe)
     settings = recipes.parse_recipe(arguments.recipe, mapping, []).settings
     model = fetch_model(settings)
     print(f"{settings.model_name_or_path}: {units.size(_bytes_in(model.rglob('*')))}")

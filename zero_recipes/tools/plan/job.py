@@ -149,7 +149,7 @@ class Job:
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     """Cached, because TRL's parser imports torch and transformers."""
-    mapping, sha256 = recipes.read_recipe_file(path), hashlib.sha256(path.read_bytes()).hexdigest()
+    mapping, sha256 = recipes.recipe_in_force(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
     def parsed() -> list[dict[str, Any]]:
         found = recipes.parse_recipe(path, mapping, list(overrides))

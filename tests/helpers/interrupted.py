@@ -1,4 +1,8 @@
-"""run_sft.py that is killed on purpose, without timing: KILL="PLACE:RANK:STEP" names where. Started by a launcher."""
+"""run_sft.py that is interrupted on purpose, without timing; started by a launcher or as a program of its own.
+
+KILL="PLACE:RANK:STEP": this rank ends at a place of PLACES, while it trains this step or saves after it.
+PAUSE="prepared step": it prints each of these places that is named, and goes on with a line of input.
+"""
 
 import io
 import os
@@ -11,12 +15,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import run_sft
-from tests.helpers.around import before
+from tests.helpers.tools import before
+from zero_recipes.core.findings import print_ending
+from zero_recipes.core.process import leave
 
 RANK_0_ONLY = ("manifest", "replace", "rotation")
 PLACES = ("step", "begun", "weights", "optimizer", "random", *RANK_0_ONLY)  # in the order in which a run reaches them
 terminated: list[bool] = []
 watched = ExitStack()  # until this process ends
+pauses = os.environ.get("PAUSE", "").split()
 
 
 def die(*_) -> None:
@@ -83,17 +90,29 @@ def sabotage(place: str, step: int) -> None:
     )
 
 
-original = run_sft.train
+def pause(place: str) -> None:
+    if place in pauses:
+        pauses.remove(place)
+        print(f"paused: {place}", flush=True)
+        sys.stdin.readline()
 
 
 def train(run):
+    from zero_recipes.training.trainer import ZeroSFTTrainer
+
+    pause("prepared")  # it has looked at the folder, and does not hold it
     if "KILL" in os.environ:
         place, rank, step = os.environ["KILL"].split(":")
         if os.environ.get("RANK", "0") == rank:
             sabotage(place, int(step))
-    return original(run)
+    with before(ZeroSFTTrainer, "training_step", lambda *_: pause("step")):
+        return whole_train(run)
 
 
-run_sft.train = train
 if __name__ == "__main__":
-    run_sft.main(sys.argv[1:])
+    whole_train, run_sft.train = run_sft.train, train
+    try:
+        run_sft.main(sys.argv[1:])
+    except Exception as ending:
+        leave(print_ending(ending))
+    leave(0)

@@ -1,17 +1,20 @@
-"""Cases of tests/helpers/group.py for runs that end otherwise than well; arguments and results are JSON."""
+"""Cases of tests/helpers/group.py for runs that end otherwise than well."""
 
 import json
 import os
+import shutil
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, chdir
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
 import run_sft
-from tests.helpers.around import before
+from tests.helpers.cases import train
 from tests.helpers.forget import forget_last_run
+from tests.helpers.tools import before
 from zero_recipes import model as models
 from zero_recipes.core.findings import Finding, Preempted, Refusal, RunFailed
 from zero_recipes.core.process import rank as rank_here
@@ -127,3 +130,34 @@ def train_signalled(
             return "done"
         except Preempted as ending:
             return str(ending)
+
+
+def refusal_of(argv: list[str]) -> str:
+    """What a run is refused for, on this rank."""
+    try:
+        train(argv)
+        return "not refused"
+    except Refusal as refusal:
+        return "\n".join(f"{finding.what} [{finding.code}]" for finding in refusal.findings)
+
+
+def ended(folder: str, argv: list[str], environment: dict[str, str]) -> str:
+    """How one step of a run ends: "ran", or "refused" before the weights are loaded."""
+    loaded = mock.Mock(wraps=models.load_model)
+    with chdir(folder), mock.patch.object(models, "load_model", loaded):
+        try:
+            train([*argv, "--max_steps", "1"], environment=environment)
+            return "ran"
+        except Refusal:
+            loaded.assert_not_called()
+            return "refused"
+
+
+def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
+    """`train`, while another program fills the disk of `filler` but for `left` bytes."""
+
+    def fill(*_, **__) -> None:
+        Path(filler).write_bytes(bytes(shutil.disk_usage(Path(filler).parent).free - left))
+
+    with before(StageMetricsCallback, "on_train_begin", fill):
+        return train(argv)

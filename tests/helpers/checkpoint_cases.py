@@ -1,16 +1,21 @@
-"""What the workers of tests/helpers/group.py run for test_reshard.py: states before saving and after loading."""
+"""Cases of tests/helpers/group.py for checkpoints: states before saving and after loading, what files hold."""
 
 import json
+from pathlib import Path
 
 import deepspeed
+import numpy
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
 
 import run_sft
-from tests.helpers.around import before
 from tests.helpers.cases import train
+from tests.helpers.tools import before
 from zero_recipes.engine.deepspeed import base_optimizer, flat_masters
 from zero_recipes.metrics.callback import StageMetricsCallback
+from zero_recipes.tools.reshard import open_checkpoint, read_parameter
 
 
 def train_and_keep_states(argv: list[str], step: int, path: str) -> dict:
@@ -92,3 +97,46 @@ def state_dtypes(optimizer) -> list[str]:
     moments = base_optimizer(optimizer).state.values()
     held = [state[key] for state in moments for key in ("exp_avg", "exp_avg_sq")]
     return sorted({str(tensor.dtype) for tensor in (*held, *flat_masters(optimizer))})
+
+
+def checkpoint_gaps(one: str, other: str) -> dict[str, float]:
+    """Largest absolute difference of two checkpoints' tensors: {"weights", "states"}, and how many were compared.
+
+    Of every file of tensors: the model or adapter; optimizer, fp32 masters, schedule and random numbers of each rank.
+    What the ZeRO stages cut is compared by parameter: the padding of the parts is memory that nobody has written.
+    """
+    gaps = {"weights": 0.0, "states": 0.0, "tensors": 0}
+    names = [
+        {
+            p.relative_to(folder).as_posix()
+            for p in Path(folder).rglob("*")
+            if p.suffix in (".pt", ".pth", ".bin", ".safetensors") and p.name != "training_args.bin"
+        }
+        for folder in (one, other)
+    ]
+    assert names[0] == names[1], names
+    cut = {name for name in names[0] if name.endswith("_optim_states.pt") and "zero_pp_rank" in name}
+    if cut:
+        cut |= {name for name in names[0] if "zero_pp_rank" in name}
+        mine, wanted = open_checkpoint(Path(one)), open_checkpoint(Path(other))
+        assert (mine.adam_step, mine.engine, mine.groups) == (wanted.adam_step, wanted.engine, wanted.groups)
+        for name in mine.places:
+            states, others = read_parameter(mine, name), read_parameter(wanted, name)
+            for key, state in states.items():
+                gaps["states"] = max(gaps["states"], (state.double() - others[key].double()).abs().max().item())
+                gaps["tensors"] += 1
+    for name in sorted(names[0] - cut):
+        kind = "weights" if name.endswith(".safetensors") else "states"
+        read = load_file if kind == "weights" else lambda path: torch.load(path, weights_only=False, map_location="cpu")
+        for mine, wanted in zip(_tensors(read(f"{one}/{name}")), _tensors(read(f"{other}/{name}")), strict=True):
+            assert mine.shape == wanted.shape, name
+            gap = (mine.double() - wanted.double()).abs().max().item() if mine.numel() else 0.0
+            gaps[kind] = max(gaps[kind], gap)
+            gaps["tensors"] += 1
+    return gaps
+
+
+def _tensors(value) -> list:
+    """Every tensor in a loaded file, numbers as tensors, in the order of the file."""
+    numbers = (torch.Tensor, numpy.ndarray, bool, int, float)
+    return [torch.as_tensor(leaf) for leaf in tree_leaves(value) if isinstance(leaf, numbers)]
