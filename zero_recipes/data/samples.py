@@ -38,8 +38,11 @@ def takes_rows(requested: Any) -> bool:
 
 
 def rows_to_ask(requested: Any, evaluation, settings: Settings):
-    """The rows that a number of sample prompts is taken of: the evaluation rows, or those of dataset_test_split where
-    the run does not evaluate; None where no rows are requested, or the data has no such split."""
+    """The rows that a number of sample prompts is taken of.
+
+    The evaluation rows, or those of dataset_test_split where the run does not evaluate.
+    None where no rows are requested, or the data has no such split.
+    """
     if evaluation is not None or not takes_rows(requested):
         return evaluation
     try:
@@ -52,19 +55,26 @@ def choose_samples(
     requested: Any, eval_rows, dataset_format: str | None, tokenizer: PreTrainedTokenizerBase, split: str = "test"
 ) -> list[Sample]:
     """The recipe's `sample_prompts`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
-    `eval_rows`: of dataset_test_split, named `split`; None where the data has no such split. Raises Refusal."""
+
+    `eval_rows`: of dataset_test_split, named `split`; None where the data has no such split.
+    Raises Refusal.
+    """
     if requested is None or str(requested) == "0":
         return []
     form: Callable[[Any], dict[str, Any]] = dict
     if isinstance(requested, list):
-        wrap = alpaca_prompt if dataset_format == "alpaca" else str
-        rows, source, form = requested, "the recipe's own", lambda prompt: {"prompt": wrap(_text(prompt))}
+        source = "the recipe's own"
+        rows = requested
+        form = _alpaca_prompt_row if dataset_format == "alpaca" else _prompt_row
     elif takes_rows(requested):
         if eval_rows is None:
             raise refusal("ZR516", requested=requested, split=split)
-        rows, source = list(eval_rows.take(int(requested))), f"the split {split!r}"
+        source = f"the split {split!r}"
+        rows = list(eval_rows.take(int(requested)))
     else:
-        source, form = str(requested), alpaca_row if dataset_format == "alpaca" else dict
+        source = str(requested)
+        if dataset_format == "alpaca":
+            form = alpaca_row
         with library_error_as_finding(f"reading {requested} (sample_prompts)"):
             lines = Path(source).read_text("utf-8").split("\n")  # not splitlines(): a prompt may hold a bare U+2028
             rows = [json.loads(line) for line in lines if line.strip()]
@@ -75,15 +85,23 @@ def choose_samples(
     return samples
 
 
+def _prompt_row(prompt: Any) -> dict[str, str]:
+    return {"prompt": _text(prompt)}
+
+
+def _alpaca_prompt_row(prompt: Any) -> dict[str, str]:
+    return {"prompt": alpaca_prompt(_text(prompt))}
+
+
 def _sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str) -> Sample:
-    more = {key: row[key] for key in tables()["kept"] if row.get(key)}
+    kept = {key: row[key] for key in tables()["kept"] if row.get(key)}
     prompt, completion = _prompt_and_completion(row)
     trained = None
-    if completion is not None and completion != []:
-        trained = {"prompt": prompt, "completion": completion} | more
+    if completion not in (None, []):
+        trained = {"prompt": prompt, "completion": completion} | kept
     templated = isinstance(prompt, list)
     if templated:
-        prompt = Chat.of_row({"messages": prompt} | more, tokenizer).render(prompt, to_answer=True)
+        prompt = Chat.of_row({"messages": prompt} | kept, tokenizer).render(prompt, to_answer=True)
         completion = completion and completion[-1]["content"]
     else:
         prompt = without_beginning(_text(prompt), tokenizer)
@@ -97,9 +115,12 @@ def _prompt_and_completion(row: dict[str, Any]) -> tuple[Any, Any]:
         if isinstance(row.get(name), list):
             turns = turns_of(row, name)
             return turns[:-1], turns[-1:]
-    if isinstance(row["prompt"], list):
-        return turns_of(row, "prompt"), turns_of(row, "completion") if row.get("completion") else None
-    return row["prompt"], row.get("completion")
+    prompt = row["prompt"]
+    completion = row.get("completion")
+    if isinstance(prompt, list):
+        prompt = turns_of(row, "prompt")
+        completion = turns_of(row, "completion") if completion else None
+    return prompt, completion
 
 
 def _text(value: Any) -> str:
@@ -110,9 +131,12 @@ def _text(value: Any) -> str:
 
 
 def with_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, training_args) -> list[Sample]:
-    """The samples with the tokens of prompt and answer as a training row has them, truncated as one. By the code that
-    SFTTrainer trains with: a tokenizer may write a word otherwise at a text's beginning than behind the prompt
-    (SentencePiece's space mark). The answer's tokens alone carry loss, whatever training gives a loss."""
+    """The samples with the tokens of prompt and answer as a training row has them, truncated as one.
+
+    By the code that SFTTrainer trains with: a tokenizer may write a word otherwise at a text's beginning than behind
+    the prompt (SentencePiece's space mark).
+    The answer's tokens alone carry loss, whatever training gives a loss.
+    """
     single = copy.copy(training_args)
     single.shuffle_dataset = False
     single.completion_only_loss = True
@@ -126,5 +150,6 @@ def with_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, train
         if rows:
             tokenised = tokenise(Dataset.from_list(rows, on_mixed_types="use_json"), tokenizer, single)
             for row in prepare_dataset(tokenised, tokenizer, single, packing=False):
-                found[row["sample"]] = {"ids": tuple(row["input_ids"]), "labels": tuple(row["labels"])}
+                tokens = {"ids": tuple(row["input_ids"]), "labels": tuple(row["labels"])}
+                found[row["sample"]] = tokens
     return [replace(sample, row=None, **found.get(number, {})) for number, sample in enumerate(samples)]
