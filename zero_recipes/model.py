@@ -24,7 +24,7 @@ _KEY_PROBLEMS = {
 
 
 def load_config(settings: Settings) -> PretrainedConfig:
-    """The model's configuration; refuses a model that is neither a folder here nor in the cache or on the hub."""
+    """Refuses a model that is neither a folder here nor in the cache or on the hub."""
     name = settings.model_name_or_path
     if name is None:
         raise refusal("ZR401")
@@ -40,8 +40,7 @@ def load_config(settings: Settings) -> PretrainedConfig:
 def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
     """The PeftConfig of TRL's keys, with those of `peft_config` over them; None without `use_peft`.
 
-    Raises what PEFT raises at their values.
-    Without `has_weights` no start of the adapter is computed from the model's weights.
+    Raises what PEFT raises. Without `has_weights` no start of the adapter is computed from the model's weights.
 
     TRL 1.16 (trainer/model_config.py) makes a text of a list with one name: "all-linear", or what PEFT takes for a
     pattern that the module's whole name must match. `lora_target_modules: [q_proj]` would match none.
@@ -66,13 +65,13 @@ def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
 
 
 def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model that `config` describes, without memory. Raises whatever the class of the model raises."""
+    """Without memory. Raises whatever the class of the model raises."""
     with torch.device("meta"), without_deepspeed_announcement():  # one rank alone may build it
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def built_or_none(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel | None:
-    """`build_on_meta`, or None where the model's class raises: the rehearsal reports that."""
+    """None where the model's class raises: the rehearsal reports that."""
     try:
         return build_on_meta(config, trust_remote_code)
     except Exception:  # a model's own code may raise anything
@@ -95,7 +94,7 @@ def refuse_other_keys(config: PretrainedConfig, settings: Settings) -> None:
 
 
 def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
-    """The model, on CPU or (stage 3) already partitioned by deepspeed.zero.Init, in the recipe's dtype."""
+    """On CPU or (stage 3) already partitioned by deepspeed.zero.Init, in the recipe's dtype."""
     name = settings.model_name_or_path
     with library_error_as_finding(f"loading {name}", vars(settings)):
         if settings.random_weights:
@@ -116,7 +115,7 @@ def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
 
 
 def rehearse_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
-    """The model as `load_model` makes it, without memory and weights. Raises whatever the libraries raise."""
+    """As `load_model` makes it, without memory and weights. Raises whatever the libraries raise."""
     is_folder = Path(str(settings.model_name_or_path)).is_dir()
     with torch.device("meta"), without_deepspeed_announcement():  # one rank alone may build it
         if is_folder and settings.model_init_kwargs and not settings.random_weights:
@@ -125,7 +124,6 @@ def rehearse_model(config: PretrainedConfig, settings: Settings) -> PreTrainedMo
 
 
 def _keywords(settings: Settings) -> dict[str, Any]:
-    """What from_pretrained takes from the recipe."""
     dtype = settings.dtype
     if dtype not in ("auto", None):
         dtype = getattr(torch, dtype)
@@ -166,7 +164,7 @@ def _from_pretrained(config: PretrainedConfig, settings: Settings, **more) -> tu
 
 
 def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
-    """Refuse what transformers reports of a load, unless the recipe's `allow_keys` names it."""
+    """`allowed`: by the recipe's `allow_keys`."""
     findings = []
     for problem, consequence in _KEY_PROBLEMS.items():
         found = {key if isinstance(key, str) else key[0] for key in report[problem]}
@@ -183,8 +181,8 @@ def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
     """Fill every matrix with normal numbers (deviation: config.initializer_range) from a seed of its own name.
 
-    The same weights under every strategy: under ZeRO stage 3 deepspeed.zero.Init draws others than the plain
-    constructor does. One tensor is whole at a time; biases and norms keep the constructor's constants.
+    The same under every strategy: deepspeed.zero.Init draws others than the plain constructor does.
+    One tensor is whole at a time. Biases and norms keep the constructor's constants.
     """
     for name, p in model.named_parameters():
         if len(whole_shape(p)) < 2:
@@ -209,8 +207,7 @@ def loaded_values(model: PreTrainedModel, config: PretrainedConfig, settings: Se
     """(parameter, its whole value before anything has rounded it) of each one that is trained.
 
     None if the checkpoint lacks it, on the meta device if it is 16 bits itself.
-    transformers reads the checkpoint again, from the mapped file. Random weights are drawn again, but for biases and
-    norms, which are 0 and 1.
+    transformers reads the mapped file again. Random weights are drawn again, but not biases and norms: 0 and 1.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if settings.random_weights:
@@ -227,7 +224,7 @@ def loaded_values(model: PreTrainedModel, config: PretrainedConfig, settings: Se
 
 
 def size_of(settings: Settings) -> tuple[int, int] | None:
-    """(hidden size, elements of the largest tensor) of a run's model; None without it, which is refused elsewhere."""
+    """(hidden size, elements of the largest tensor); None without a model, which is refused elsewhere."""
     try:
         config = load_config(settings)
     except Refusal:
@@ -240,10 +237,7 @@ def size_of(settings: Settings) -> tuple[int, int] | None:
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
-    """(all, trainable) parameters: whole also where ZeRO stage 3 has partitioned them, tied ones once.
-
-    Each number counts also where several are packed in one element (4 bit).
-    """
+    """(all, trainable) parameters: also those that ZeRO stage 3 has partitioned or 4 bit has packed; tied ones once."""
     packed = {id(weight): state.shape.numel() for weight, state in packed_weights(model)}
     total = 0
     trainable = 0

@@ -22,7 +22,6 @@ from zero_recipes.core.process import rank, wait_for_rank_0
 FAILED = 1
 REFUSED = 2
 PREEMPTED = os.EX_TEMPFAIL  # 75
-
 UNFINISHED = "the run has not finished"  # in the metrics.json of one that is alive, or was killed
 PRINT_SECONDS = 20.0
 LONGEST_MESSAGE = 600  # characters of a library's message in a finding; --traceback shows all of it
@@ -79,12 +78,10 @@ def shown(findings: Iterable[Finding], tracebacks: bool = False) -> str:
 
 
 def _lines(group: list[Finding]) -> list[str]:
-    """Findings of one code and reason; their fix last where they share it, else each behind its own `what`."""
+    """Findings of one code and reason; a fix that they share comes last."""
     first = group[0]
     has_one_fix = all(finding.fix == first.fix for finding in group)
-    whats = []
-    for finding in group:
-        whats.append(finding.what if has_one_fix else f"{finding.what}. {finding.fix}")
+    whats = [finding.what if has_one_fix else f"{finding.what}. {finding.fix}" for finding in group]
     what = "\n    ".join(whats)
     lines = [f"{first.head}: {what} [{first.code}]", f"    why: {first.why}"]
     if has_one_fix:
@@ -102,18 +99,14 @@ def table() -> dict[str, dict[str, Any]]:
 def finding(
     code: str, /, *, level: str | None = None, scope: str = "run", recipe_key: str | None = None, **values: Any
 ) -> Finding:
-    """The finding of that code.
-
-    `values`: what its templates in findings.yaml name.
-    `level`: where a code is an error or a warning as the case may be.
-    """
+    """`values`: what the code's templates in findings.yaml name. `level`: where a code may be either."""
     row = table()[code]
     texts = {part: row[part].format_map(values) for part in PARTS}
     return Finding(code, **texts, level=level or row["level"], key=recipe_key, scope=scope)
 
 
 def refusal(code: str, /, *, scope: str = "run", **values: Any) -> "Refusal":
-    """A Refusal, to be raised, for the finding of that code."""
+    """To be raised, for the finding of that code."""
     return Refusal([finding(code, scope=scope, **values)])
 
 
@@ -155,8 +148,7 @@ def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[N
     """Whatever a library raises inside becomes one Refusal with the library's message.
 
     A Refusal passes as it is, and so does memory that is not enough.
-    `doing`: "making the optimizer (optim: lomo)".
-    `keys`: of the recipe; the finding is about the first that the message names.
+    `doing`: "making the optimizer (optim: lomo)". `keys`: the finding is about the first that the message names.
     """
     try:
         yield
@@ -166,35 +158,16 @@ def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[N
         message = " ".join(str(error).split())
         if isinstance(error, MemoryError) or "out of memory" in message:
             raise
-        about = finding(
-            "ZR199",
-            recipe_key=_first_named(keys, message),
-            doing=doing,
-            name=type(error).__name__,
-            message=message[:LONGEST_MESSAGE],
-            hint=_hint(message),
-        )
+        named = next((key for key in keys if re.search(rf"\b{re.escape(key)}\b", message)), None)
+        hint = next((hint for words, hint in table()["ZR199"]["hints"].items() if words in message), "")
+        about = {"doing": doing, "name": type(error).__name__, "message": message[:LONGEST_MESSAGE], "hint": hint}
         trace = "".join(traceback.format_exception(error))
-        raise Refusal([replace(about, trace=trace)]) from error
-
-
-def _first_named(keys: Iterable[str], message: str) -> str | None:
-    for key in keys:
-        if re.search(rf"\b{re.escape(key)}\b", message):
-            return key
-    return None
-
-
-def _hint(message: str) -> str:
-    for words, hint in table()["ZR199"]["hints"].items():
-        if words in message:
-            return hint
-    return ""
+        raise Refusal([replace(finding("ZR199", recipe_key=named, **about), trace=trace)]) from error
 
 
 @contextlib.contextmanager
 def collected(findings: list[Finding]) -> Iterator[None]:
-    """The findings of a Refusal that is raised inside are added to `findings`, and the program goes on."""
+    """Findings of a Refusal raised inside are added to `findings`, and the program goes on."""
     try:
         yield
     except Refusal as refusal:
@@ -202,18 +175,17 @@ def collected(findings: list[Finding]) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, in the one line that a finding has room for."""
+    """What a library's error says, in the line that a finding has room for."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def downgraded(findings: list[Finding], ignored: Container[str]) -> list[Finding]:
-    """The findings, with errors of the ignored codes as warnings."""
-    kept = []
+    found = []
     for finding in findings:
         if finding.level == "error" and finding.code in ignored:
             finding = replace(finding, level="warning", ignored=True)
-        kept.append(finding)
-    return kept
+        found.append(finding)
+    return found
 
 
 def ignored_codes(ignore: list[str] | str | None) -> frozenset[str]:
@@ -235,7 +207,7 @@ def _placeholder(field: re.Match) -> str:
 
 
 def raise_errors(findings: list[Finding]) -> None:
-    """Raise one Refusal for all errors among the findings, if there is one."""
+    """One Refusal for all errors among the findings."""
     if any(finding.level == "error" for finding in findings):
         raise Refusal(findings)
 
@@ -265,7 +237,6 @@ def print_ending(ending: Exception, tracebacks: bool = False) -> int:
 
 
 def _prints(scope: str) -> bool:
-    """Whether this rank prints findings of that scope."""
     if scope == "rank":
         return True
     if scope == "machine":
@@ -274,11 +245,9 @@ def _prints(scope: str) -> bool:
 
 
 def _tell_launcher(message: str) -> None:
-    """Write the message where accelerate and torchrun look for it.
+    """accelerate and torchrun turn the exit code into 1, and close with a table that shows what is in this file.
 
-    They turn the exit code into 1 and close with a table of their own. They print in it what is in
-    TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/errors/error_handler.py), so that the message is
-    the last thing read.
+    See torch/distributed/elastic/multiprocessing/errors/error_handler.py.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:

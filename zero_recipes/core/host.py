@@ -40,10 +40,7 @@ class Host:
         return self.root / str(path).lstrip("/")
 
     def memory(self) -> tuple[int, str]:
-        """(bytes that processes here may still take, free swap included; what sets that limit).
-
-        The least of MemAvailable and the limits of the process's cgroup and of all above it. psutil knows no cgroups.
-        """
+        """(bytes that processes here may still take, with free swap; what sets the limit). psutil knows no cgroups."""
         least = self._meminfo("MemAvailable")
         source = "MemAvailable in /proc/meminfo"
         for path in self._cgroup_files("memory.max"):
@@ -61,10 +58,7 @@ class Host:
         return int(self._find(rf"^{name}:\s*(\d+)", "/proc/meminfo") or 0) * 1024
 
     def cores(self) -> int:
-        """Cores' worth of time that processes here may take: those they may run on, and the quotas of their cgroups.
-
-        A rented pod shows all cores of its machine and a quota.
-        """
+        """Cores' worth of time that processes here may take: a pod shows all of its machine and a quota."""
         least = len(os.sched_getaffinity(0))
         for path in self._cgroup_files("cpu.max"):
             quota, _, period = self.read(path).partition(" ")
@@ -79,7 +73,7 @@ class Host:
     def _cgroup_files(self, name: str) -> list[Path]:
         """A file of this process's cgroup (version 2) and of those above it; a container's own shows as the root."""
         own = self._find(r"^0::(.*)", "/proc/self/cgroup") or ""
-        folder = self.at("/sys/fs/cgroup" + own)
+        folder = Path("/sys/fs/cgroup" + own)
         return [above / name for above in (folder, *folder.parents)]
 
     def free_disk(self, folder: str | Path) -> int:
@@ -128,10 +122,9 @@ class Host:
         return found and found[1]
 
     def infiniband_devices(self) -> dict[str, bool]:
-        """{device of the kernel: whether its file can be opened here}.
+        """{device of the kernel: whether its file can be opened here}. /sys shows a machine's in all of its containers.
 
-        /sys shows a machine's in all of its containers. libibverbs opens /dev/infiniband/uverbsN, and
-        /sys/class/infiniband_verbs says whose file that is.
+        libibverbs opens /dev/infiniband/uverbsN, and /sys/class/infiniband_verbs says whose file that is.
         """
         devices = sorted(self.at("/sys/class/infiniband").glob("*"))
         can_open = {device.name: False for device in devices}
@@ -142,23 +135,21 @@ class Host:
         return can_open
 
     def read(self, path: str | Path) -> str:
-        """A file of the machine; empty where there is none."""
-        file = self.at(path) if isinstance(path, str) else path
+        """Empty where there is no such file."""
         try:
-            return file.read_text().strip()
+            return self.at(path).read_text().strip()
         except OSError:
             return ""
 
     def _find(self, pattern: str, path: str) -> str | None:
-        """The pattern's group in a file of the machine."""
         found = re.search(pattern, self.read(path), re.MULTILINE)
         return found[1] if found else None
 
 
 # torch's allocators
 #
-# GPU memory: expandable segments grow in place, and less of what is freed stays reserved. torch tests its CUDA graphs
-# with them, too. With them it ignores NCCL_HOOK, which registers memory with NCCL (ProcessGroupNCCL.cpp).
+# GPU memory: expandable segments grow in place, and less of what is freed stays reserved. With them torch ignores
+# NCCL_HOOK, which registers memory with NCCL (ProcessGroupNCCL.cpp).
 #
 # Page-locked host memory: torch 2.13 (ATen/core/CachingHostAllocator.h `allocate`) rounds every pinned allocation up to
 # a power of two and keeps what is freed: DeepSpeed's offloaded fp32 weights of Pythia-12B on one GPU take 68.7 GB in
@@ -174,11 +165,7 @@ PINNED_LIMIT_MIB = 4  # a batch of a data loader stays below it, what DeepSpeed 
 
 
 def set_allocator(environment: MutableMapping[str, str]) -> None:
-    """Set torch's allocators, before it is imported. A user's own values stay.
-
-    GPU memory in expandable segments where nobody has set a variable of ALLOCATOR.
-    No large pinned allocation rounded, if torch knows the key.
-    """
+    """Set torch's allocators, before it is imported. A user's own values stay."""
     name = _allocator_variable(environment) or ALLOCATOR[0]
     value = environment.get(name, "")
     if environment.keys().isdisjoint({*ALLOCATOR, NCCL_HOOK}):
@@ -198,14 +185,11 @@ def allocator_settings(environment: Mapping[str, str]) -> str:
 
 
 def _allocator_variable(environment: Mapping[str, str]) -> str | None:
-    for name in ALLOCATOR:
-        if environment.get(name):
-            return name
-    return None
+    return next((name for name in ALLOCATOR if environment.get(name)), None)
 
 
 def pinned_bytes(size: int, environment: Mapping[str, str]) -> int:
-    """Bytes of host memory that a run under this environment takes for a pinned tensor of `size` bytes."""
+    """Bytes of host memory that a pinned tensor of `size` bytes takes in this environment."""
     found = re.search(rf"{PINNED_KEY}\s*:\s*(\d+)", allocator_settings(environment))
     limit_mib = int(found[1]) if found else PINNED_LIMIT_MIB
     if size <= 1 or size > limit_mib << 20:
@@ -218,10 +202,7 @@ def pinned_bytes(size: int, environment: Mapping[str, str]) -> int:
 
 def library_versions() -> dict[str, str]:
     """{package: installed version}, Python's included."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        versions[name] = version_of(name)
-    return versions
+    return {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
 
 
 def version_of(package: str) -> str:
@@ -233,7 +214,7 @@ def version_of(package: str) -> str:
 
 
 def hardware_facts(device: str) -> dict[str, Any]:
-    """What a reader needs to place the numbers: processor, cores, memory, and the accelerator if one trains."""
+    """What a reader needs to place the numbers."""
     found: dict[str, Any] = {
         "cpu": cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)),
@@ -266,7 +247,6 @@ def peak_memory(device: str) -> dict[str, int | None]:
 
 
 def cpu_name() -> str:
-    """As the kernel names it."""
     found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1] if found else platform.machine()
 
@@ -331,21 +311,16 @@ def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
     found = [gpu for key, gpu in known.items() if key.startswith(name.lower())]
     if len(found) == 1:
         return found[0]
-    what = "unknown GPU"
-    if found:
-        what = f"{' and '.join(gpu.name for gpu in found)} match"
+    what = f"{' and '.join(gpu.name for gpu in found)} match" if found else "unknown GPU"
     raise refusal("ZR807", name=name, what=what, known=", ".join(known))
 
 
 def card_named(device_name: str | None) -> Gpu | None:
-    """The card that torch.cuda.get_device_name names; None where hardware.yaml does not have it."""
-    for gpu in gpus().values():
-        if device_name in gpu.names:
-            return gpu
-    return None
+    """The card that torch.cuda.get_device_name names, if hardware.yaml has it."""
+    return next((gpu for gpu in gpus().values() if device_name in gpu.names), None)
 
 
 def peak_flops_of(device_name: str | None, precision: str) -> float | None:
-    """Dense FLOP/s of the card of this name; None where it is not known."""
+    """Dense FLOP/s of the card of this name, if it is known."""
     card = card_named(device_name)
     return card and card.peak_flops(precision)

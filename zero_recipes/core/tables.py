@@ -22,7 +22,7 @@ def plain(text: str, style: str = "") -> Text:
 
 
 def shown(text: str) -> str:
-    """Without orders to the terminal: control characters and half surrogates are shown as Python writes them."""
+    """Without orders to the terminal: control characters and half surrogates as Python writes them."""
     return "".join(_visible(character) for character in text)
 
 
@@ -42,7 +42,7 @@ def terminal(stderr: bool = False) -> Console:
 
 @contextmanager
 def working(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Says what goes on, on stderr or `console`: a spinner on a terminal, else a line at once and every ten seconds.
+    """Says what goes on: a spinner on a terminal, else a line at once and every ten seconds.
 
     Gives a function that says something else from then on.
     """
@@ -76,7 +76,7 @@ class Column(NamedTuple):
 
 
 def print_columns(named: list[Column], others: list[Column], rows: Sequence[Row], console: Console) -> None:
-    """Any rows under any columns, in as few tables as fit into the terminal; each begins with the `named` ones."""
+    """In as few tables as fit into the terminal; each begins with the `named` columns."""
     taken = len(others)
     table = _table(named, others, rows)
     wide = console.options.update(max_width=10_000)
@@ -94,8 +94,7 @@ def _table(named: list[Column], others: list[Column], rows: Sequence[Row]) -> Ta
         justify = "left" if number < len(named) else "right"
         table.add_column(plain(column.header), justify=justify, vertical="middle", no_wrap=True)
     for row in rows:
-        cells = [plain(column.cell(row)) for column in named + others]
-        table.add_row(*cells)
+        table.add_row(*[plain(column.cell(row)) for column in named + others])
     return table
 
 

@@ -1,23 +1,19 @@
 """Numbers as people read them: the one place where bytes and seconds become text.
 
-Sizes are decimal (1 GB = 10^9 bytes), as disks, links and DeepSpeed's documentation count, and always carry their unit.
-A GPU's own name ("H100 80GB") is a name: its memory is 81559 MiB by nvidia-smi, 85.5 GB here.
+Sizes are decimal (1 GB = 10^9 bytes), as disks, links and DeepSpeed's documentation count. A GPU's own name ("H100
+80GB") is a name: its memory is 81559 MiB by nvidia-smi, 85.5 GB here.
 """
 
 import math
 from itertools import pairwise
 
-# (name, bytes) and (name, seconds), the largest first
 UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6))
 TIMES = (("days", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def unit_of(number_of_bytes: float) -> tuple[str, int]:
     """The largest unit of which there is at least one, with its size in bytes; MB for less."""
-    for name, one in UNITS:
-        if abs(number_of_bytes) >= one:
-            return name, one
-    return UNITS[-1]
+    return next((unit for unit in UNITS if abs(number_of_bytes) >= unit[1]), UNITS[-1])
 
 
 def size(number_of_bytes: float | None) -> str:
@@ -80,6 +76,4 @@ def fixed(value: float | None, digits: int) -> str:
 
 def percent(share: float | None) -> str:
     """0.953 as 95.3 %."""
-    if share is None:
-        return ""
-    return f"{100 * share:.1f} %"
+    return "" if share is None else f"{100 * share:.1f} %"

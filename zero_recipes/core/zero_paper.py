@@ -1,8 +1,7 @@
 """What the ZeRO paper says each stage costs, as small pure functions.
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-arXiv:1910.02054. Section 3.1 counts the bytes of mixed-precision Adam, section 5 gives the bytes per GPU
-of the three stages, section 7 the communication volume.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054: section
+3.1 counts the bytes of mixed-precision Adam, 5 the bytes per GPU of the three stages, 7 the communication volume.
 
 Ψ is the number of parameters, N the number of data-parallel ranks, Φ the size of one full set of trainable parameters
 (as elements in the paper; as bytes wherever this package multiplies it out). Bytes are floats: Ψ/N need not be whole.
@@ -41,8 +40,7 @@ def model_state_bytes(
 ) -> ModelState:
     """Bytes per GPU of Adam; in mixed precision stage 0 16Ψ, 1 4Ψ+12Ψ/N, 2 2Ψ+14Ψ/N, 3 16Ψ/N (sections 5.1 to 5.3).
 
-    `trainable` (default: all parameters) is for runs with frozen weights, which own no gradient and no optimizer state;
-    the paper has no such case.
+    `trainable` (default: all): frozen weights own no gradient and no optimizer state; the paper has no such case.
     `each`: bytes of one parameter.
     """
     if trainable is None:
@@ -83,7 +81,4 @@ def paper_volume(bytes_by_collective: Mapping[str, int]) -> int:
 
     `bytes_by_collective`: of the full unsharded tensors that went through it.
     """
-    total = 0
-    for name, size in bytes_by_collective.items():
-        total += 2 * size if name.startswith("all_reduce") else size
-    return total
+    return sum(2 * size if name.startswith("all_reduce") else size for name, size in bytes_by_collective.items())

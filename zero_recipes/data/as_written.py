@@ -5,16 +5,16 @@ row say. White space is left out on both sides: templates trim it, and tokenizer
 """
 
 from collections.abc import Iterator
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, NamedTuple
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.data.audit import MAX_BAD_ROW_SHARE
+from zero_recipes.data.audit import MAX_BAD_ROW_SHARE, decoded_parts
 from zero_recipes.data.forms import Row
-from zero_recipes.data.masks import NO_LOSS, Chat
+from zero_recipes.data.masks import Chat
 
 COMPARED_ROWS = 2000  # of a split, spread over all of it
 COMPARED_PROMPTS = 250  # they are tokenized again, which takes longer
@@ -39,9 +39,9 @@ class Tokens(NamedTuple):
 
 
 def as_written_findings(
-    rows: Dataset, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, split: str
+    rows: Dataset, tokenised: Dataset, tokenizer: Tokenizer, training_args, split: str
 ) -> Iterator[Finding]:
-    """What the tokens of these rows, tokenized whole, do not show of their texts. At most three findings."""
+    """What the tokens, whole, do not show of the rows' texts. At most three findings."""
     if "input_ids" in rows.column_names:
         return
     numbers = _spread(len(rows), COMPARED_ROWS)
@@ -54,22 +54,16 @@ def as_written_findings(
             wrong_loss.append((number, fault))
         elif fault is not None:
             lost.append((number, fault))
+    compared = {"rows": len(numbers), "split": split}
     if wrong_loss:
         row, fault = wrong_loss[0]
-        yield finding("ZR527", count=len(wrong_loss), row=row, fault=fault, rows=len(numbers), split=split)
+        yield finding("ZR527", count=len(wrong_loss), row=row, fault=fault, **compared)
     if lost:
         trained = [(number, text) for number, text in lost if text.has_loss]
         row, text = (trained or lost)[0]
-        yield finding(
-            "ZR528",
-            level="error" if trained else "warning",
-            count=len(lost),
-            rows=len(numbers),
-            split=split,
-            row=row,
-            name=text.name,
-            text=text.text.strip()[:80],
-        )
+        level = "error" if trained else "warning"
+        words = text.text.strip()[:80]
+        yield finding("ZR528", level=level, count=len(lost), row=row, name=text.name, text=words, **compared)
     yield from _prompt_findings(rows, tokenised, tokenizer, split)
 
 
@@ -92,7 +86,7 @@ def _spread(count: int, most: int) -> range:
 
 
 def _texts(row: Row, training_args) -> list[Text]:
-    """The texts of a converted row, in their order, with what the recipe and the row say of their loss."""
+    """Of a converted row, in their order, with what the recipe and the row say of their loss."""
     on_prompt = training_args.completion_only_loss is False
     if isinstance(row.get("messages"), list):
         return _turns(row["messages"], len(row["messages"]), True, training_args)
@@ -119,13 +113,11 @@ def _turns(messages: list[Row], prompt_turns: int, on_prompt: bool, training_arg
     return texts
 
 
-def _decoded(row: Row, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def _decoded(row: Row, tokenizer: Tokenizer) -> Tokens:
     text = ""
     losses = b""
-    pairs = zip(row["input_ids"], row["labels"], strict=True)
-    for has_loss, part in groupby(pairs, lambda pair: pair[1] != NO_LOSS):
-        ids = [token for token, _ in part]
-        words = _without_spaces(tokenizer.decode(ids))
+    for part, has_loss in decoded_parts(row, tokenizer):
+        words = _without_spaces(part)
         text += words
         losses += bytes([has_loss]) * len(words)
     return Tokens(text, losses)
@@ -135,7 +127,7 @@ def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def _fault(texts: list[Text], tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> str | Text | None:
+def _fault(texts: list[Text], tokens: Tokens, tokenizer: Tokenizer) -> str | Text | None:
     """In words, the first text whose loss is not what it should be; else the first Text that is not there."""
     lost = None
     cursor = 0
@@ -173,11 +165,8 @@ def _has_its_loss(text: Text, losses: bytes) -> bool:
     return 1 not in certain
 
 
-def _spellings(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """How a text may stand in decoded tokens.
-
-    As it is; as the tokenizer spells it (some change Unicode's forms); as an earlier turn without its thoughts.
-    """
+def _spellings(text: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """As it is; as the tokenizer spells it (some change Unicode's forms); as an earlier turn without its thoughts."""
     yield _without_spaces(text)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     again = _without_spaces(tokenizer.decode(ids))
@@ -188,7 +177,7 @@ def _spellings(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         yield _without_spaces(text.rpartition(END_OF_THOUGHT)[2])
 
 
-def _other_prompt(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str | None:
+def _other_prompt(row: Row, ids: list[int], tokenizer: Tokenizer) -> str | None:
     """The end of the prompt as the model will be asked, where the row's tokens begin otherwise.
 
     None where they are the same, or where the row has no last answer. TRL 1.16 warns of it while it tokenizes.
@@ -215,14 +204,13 @@ def _other_prompt(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) 
     return None if same == len(asked) else tokenizer.decode(asked[same:])
 
 
-def _asked(row: Row, messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of messages that the model is to answer."""
+def _asked(row: Row, messages: list[Row], tokenizer: Tokenizer) -> list[int]:
     text = Chat.of_row(row, tokenizer).render(messages, to_answer=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def unread_by_template(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Keys of turns, and the column `tools`, that the chat template does not mention; of the rows that are compared."""
+def unread_by_template(rows: Dataset, tokenizer: Tokenizer) -> list[str]:
+    """Keys of the compared rows' turns, and the column `tools`, that the chat template does not mention."""
     template: Any = tokenizer.chat_template or ""
     if not isinstance(template, str):  # several by name
         template = " ".join(template.values())

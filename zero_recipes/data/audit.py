@@ -13,21 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.core.findings import Finding, finding, refusal
 from zero_recipes.core.tables import plain
 
 BATCH = 1000  # rows in memory at a time
 MAX_BAD_ROW_SHARE = 0.01  # tatsu-lab/alpaca has 28 empty answers in 52,002 rows
-TOKEN_COLUMNS = (
-    "input_ids",
-    "labels",
-    "attention_mask",
-    "completion_mask",
-    "assistant_masks",
-    "position_ids",
-)
+TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "position_ids")
 # packing strategies that go on with a long row in the next pack: nothing is cut
 SPLITTING = ("bfd_split", "wrapped")
 
@@ -53,21 +46,13 @@ class Audit:
         )
 
 
-def audit(
-    rows: Dataset, tokenised: Dataset, ready: Dataset, tokenizer: PreTrainedTokenizerBase, training_args
-) -> Audit:
-    """Count one split: `rows` as loaded, `tokenised` whole, `ready` as trained on (truncated, packed, dropped)."""
-    length_batches = []
-    supervised_batches = []
-    ended_batches = []
+def audit(rows: Dataset, tokenised: Dataset, ready: Dataset, tokenizer: Tokenizer, training_args) -> Audit:
+    """`rows` as loaded, `tokenised` whole, `ready` as trained on (truncated, packed, dropped)."""
+    batches = []
     for ids, labels, lengths in token_batches(tokenised):
-        ends = np.cumsum(lengths)
-        length_batches.append(lengths)
-        supervised_batches.append(supervised_tokens(labels, lengths))
-        ended_batches.append(_learns_to_end(ids, labels, ends, tokenizer.eos_token_id))
-    lengths = np.concatenate(length_batches)
-    supervised = np.concatenate(supervised_batches)
-    ended = np.concatenate(ended_batches)
+        ended = _learns_to_end(ids, labels, np.cumsum(lengths), tokenizer.eos_token_id)
+        batches.append([lengths, supervised_tokens(labels, lengths), ended])
+    lengths, supervised, ended = map(np.concatenate, zip(*batches, strict=True))
     fits = np.full(len(lengths), True)
     if training_args.max_length is not None:
         fits = lengths <= training_args.max_length
@@ -99,21 +84,22 @@ def drops_long_rows(training_args) -> bool:
     return getattr(training_args, "long_rows", None) == "drop" and training_args.max_length is not None
 
 
+def skips_preparation(args) -> bool:
+    """Whether the rows are token ids that nothing may change."""
+    return bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
+
+
 # what the rows say, before they are tokens
 
 
-def refuse_broken_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> None:
-    """Refuse token ids and masks that do not fit, which train otherwise without a message.
-
-    Raises Refusal with the row.
-    """
+def refuse_broken_tokens(rows: Dataset, tokenizer: Tokenizer, split: str) -> None:
+    """Refuse token ids and masks that do not fit, which train otherwise without a message."""
     if "input_ids" in rows.column_names:
         for row, name, fault in _token_faults(rows, max(tokenizer.get_vocab().values())):
             raise refusal("ZR525", row=row, split=split, name=name, fault=fault)
 
 
 def _token_faults(rows: Dataset, largest_id: int) -> Iterator[tuple[int, str, str]]:
-    """(row, column, what is wrong)."""
     names = [name for name in TOKEN_COLUMNS if name in rows.column_names]
     for name in names:
         kind = rows.data.schema.field(name).type
@@ -141,7 +127,7 @@ def is_of_integers(kind: pa.DataType) -> bool:
 
 
 def _empty_answers(rows: Dataset, text_field: str) -> list[int]:
-    """Numbers of the rows whose answers, or of plain texts whose text, are blank; none where the rows are token ids."""
+    """Numbers of the rows whose answers, or whose plain text, are blank; none where the rows are token ids."""
     if "input_ids" in rows.column_names:
         return []
     for column in ("completion", "messages", text_field):
@@ -164,52 +150,37 @@ def _is_empty(value: str | list[dict[str, Any]], anyone: bool) -> bool:
 
 
 def audit_findings(
-    found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, split: str = "the data"
+    found: Audit, rows: Dataset, tokenizer: Tokenizer, training_args, split: str = "the data"
 ) -> Iterator[Finding]:
-    """What is wrong with a split's data."""
     if found.empty:  # so many that they cannot be slips are an error; blank lines between texts are usual
         has_answers = not {"completion", "messages"}.isdisjoint(rows.column_names)
         most = (MAX_BAD_ROW_SHARE if has_answers else 1) * found.rows
-        yield finding(
-            "ZR533",
-            level="error" if len(found.empty) >= most else "warning",
-            count=len(found.empty),
-            rows=found.rows,
-            split=split,
-            row=found.empty[0],
-        )
+        count = len(found.empty)
+        level = "error" if count >= most else "warning"
+        yield finding("ZR533", level=level, count=count, rows=found.rows, split=split, row=found.empty[0])
     if found.without_supervision:
-        row = found.without_supervision[0]
-        count = len(found.without_supervision)
-        yield finding("ZR512", count=count, split=split, row=row, text=str(rows[row])[:200])
+        row, *others = found.without_supervision
+        yield finding("ZR512", count=1 + len(others), split=split, row=row, text=str(rows[row])[:200])
     elif not found.supervised:
         yield finding("ZR513", split=split, max_length=training_args.max_length)
     elif _cuts_long_rows(training_args) and found.truncated > max(1, MAX_BAD_ROW_SHARE * found.rows):
-        yield finding(
-            "ZR553",
-            max_length=training_args.max_length,
-            split=split,
-            rows=found.rows,
-            truncated=found.truncated,
-            dropped=found.dropped,
-            holding=holding(found.longest),
-            longest=found.longest,
-        )
+        counts = {"rows": found.rows, "truncated": found.truncated, "dropped": found.dropped, "longest": found.longest}
+        limit = training_args.max_length
+        yield finding("ZR553", max_length=limit, split=split, holding=holding(found.longest), **counts)
     if found.unsupervised_ends:
-        count = found.unsupervised_ends
-        yield finding("ZR514", count=count, split=split, eos_token=tokenizer.eos_token)
+        yield finding("ZR514", count=found.unsupervised_ends, split=split, eos_token=tokenizer.eos_token)
 
 
 def _cuts_long_rows(training_args) -> bool:
-    if training_args.max_length is None or drops_long_rows(training_args):
-        return False
     if training_args.packing and training_args.packing_strategy in SPLITTING:
         return False
-    return not (training_args.dataset_kwargs or {}).get("skip_prepare_dataset")
+    if drops_long_rows(training_args) or skips_preparation(training_args):
+        return False
+    return training_args.max_length is not None
 
 
 def holding(tokens: int) -> int:
-    """The least max_length that holds rows of so many tokens: a multiple of 64, as tiles of GPUs are."""
+    """The least max_length for rows of so many tokens: a multiple of 64, as tiles of GPUs are."""
     return -(-tokens // 64) * 64
 
 
@@ -222,18 +193,20 @@ def overlap_findings(training: Dataset, evaluation: Dataset, split: str) -> Iter
         yield finding("ZR538", count=len(same), rows=len(evaluation), split=split, row=same[0])
 
 
-def shown_rows(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, list[tuple[str, bool]]]]:
+def shown_rows(tokenised: Dataset, tokenizer: Tokenizer) -> list[tuple[int, list[tuple[str, bool]]]]:
     """Three rows as (number, [(text, whether it carries loss)])."""
     found = []
     for number in sorted({0, len(tokenised) // 2, len(tokenised) - 1}):
-        row = tokenised[number]
-        pairs = zip(row["input_ids"], row.get("labels", row["input_ids"]), strict=True)
-        parts = []
-        for carries, part in groupby(pairs, lambda pair: pair[1] != -100):
-            ids = [token for token, _ in part]
-            parts.append((tokenizer.decode(ids), carries))
-        found.append((number, parts))
+        found.append((number, list(decoded_parts(tokenised[number], tokenizer))))
     return found
+
+
+def decoded_parts(row: dict[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    """(text, whether it carries loss) of a tokenised row, part after part."""
+    pairs = zip(row["input_ids"], row.get("labels", row["input_ids"]), strict=True)
+    for carries, part in groupby(pairs, lambda pair: pair[1] != -100):
+        ids = [token for token, _ in part]
+        yield tokenizer.decode(ids), carries
 
 
 def show_rows(rows: list, console: Console, longest: int | None = None) -> None:

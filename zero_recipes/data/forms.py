@@ -14,7 +14,7 @@ from datasets import Dataset, Features, IterableDataset, Json, List, Value
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding, library_error_as_finding, refusal
-from zero_recipes.data.audit import TOKEN_COLUMNS
+from zero_recipes.data.audit import TOKEN_COLUMNS, skips_preparation
 
 Rows = Dataset | IterableDataset
 Row = dict[str, Any]
@@ -27,7 +27,7 @@ TURNS = List(Json())
 
 
 class Form(NamedTuple):
-    """What the columns are, in words, and how a row is converted; None where TRL takes it as it is."""
+    """What the columns are, and how a row is converted; None where TRL takes it as it is."""
 
     description: str
     used: frozenset[str]  # columns of the data
@@ -79,9 +79,7 @@ def column_kinds(rows: Rows) -> dict[str, str]:
 
 def _kind_of_nested(rows: Rows, name: str, feature: Any) -> str:
     """Of lists, structs and JSON: the values say, not the type."""
-    kinds = set()
-    for row in rows.take(INFORMATIVE_ROWS):
-        kinds.add(_kind_of_value(row.get(name), feature))
+    kinds = {_kind_of_value(row.get(name), feature) for row in rows.take(INFORMATIVE_ROWS)}
     for kind in ("turns", "list", "text", type(feature).__name__):
         if kind in kinds:
             return kind
@@ -106,10 +104,10 @@ def _is_turn(value: Any) -> bool:
 
 
 def recognise(kinds: Mapping[str, str], settings: Settings, dataset_format: str | None) -> Form | None:
-    """The form of rows with columns of these `kinds`; None where the recipe trains on nothing that is there."""
+    """The form of rows with such columns; None where the recipe trains on nothing that is there."""
     if dataset_format in ("alpaca", "alpaca_chat"):
         return _alpaca(kinds, dataset_format)
-    if (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
+    if skips_preparation(settings):
         return TOKEN_IDS if "input_ids" in kinds else None
     only_chat = dataset_format == "chat"
     text_field = settings.dataset_text_field
@@ -174,7 +172,7 @@ def _conversation(column: str, kinds: Mapping[str, str]) -> Form:
 
 
 def _pair(kinds: Mapping[str, str], whole: bool) -> Form | None:
-    """A question and its answer. None too where two columns could be one of them: the recipe's `columns` says which.
+    """A question and its answer. None where two columns could be one of them: the recipe's `columns` says which.
 
     `whole`: as one list of messages, whose assistant's turns all have a loss.
     """
@@ -237,14 +235,14 @@ def alpaca_prompt(instruction: str, input: str = "") -> str:
 def alpaca_row(row: Row) -> dict[str, str]:
     """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised.
 
-    Raises RowError where a column is not text: `str.format` would write the word None.
+    Raises RowError where a column is not text: `str.format` would write None.
     """
     prompt = alpaca_prompt(_text(row, "instruction"), _text_or_none(row, "input") or "")
     return {"prompt": prompt, "completion": _text(row, "output")}
 
 
 def alpaca_turns(row: Row) -> dict[str, list[dict[str, str]]]:
-    """An Alpaca row as a conversation: Alpaca's prompt, whole, is the user's turn. Raises RowError."""
+    """Alpaca's prompt, whole, is the user's turn. Raises RowError."""
     texts = alpaca_row(row)
     user = {"role": "user", "content": texts["prompt"]}
     assistant = {"role": "assistant", "content": texts["completion"]}
@@ -252,17 +250,11 @@ def alpaca_turns(row: Row) -> dict[str, list[dict[str, str]]]:
 
 
 def turns_of(row: Row, column: str) -> list[Row]:
-    """The turns of a column as messages: role, content, the turn's other keys, and `weight: 0` where it has no loss.
-
-    Raises RowError.
-    """
+    """As messages: role, content, the turn's other keys, and `weight: 0` where it has no loss. Raises RowError."""
     turns = row[column]
     if not isinstance(turns, list) or not turns:
         raise RowError(f"{column} is {turns!r}, not a list of messages")
-    messages = []
-    for number, turn in enumerate(turns):
-        messages.append(_message(turn, f"message {number} of {column}"))
-    return messages
+    return [_message(turn, f"message {number} of {column}") for number, turn in enumerate(turns)]
 
 
 def _message(turn: Any, place: str) -> Row:
@@ -337,7 +329,7 @@ def _weight(values: Mapping[str, Any], place: str) -> int:
 
 
 def _earlier_turns(history: list[Any]) -> list[Row]:
-    """Turns of the column `history`: pairs of a question and its answer, or messages."""
+    """`history`: pairs of a question and its answer, or messages."""
     if isinstance(history[0], Mapping):
         return turns_of({"history": history}, "history")
     turns = []
@@ -367,7 +359,7 @@ def _text_or_none(row: Row, name: str | None) -> str | None:
 
 
 def convert(rows: Rows, form: Form, split: str = "the data") -> Rows:
-    """The rows as TRL takes them, without the columns that the form does not read. Raises Refusal, with the row."""
+    """As TRL takes them, without the columns that the form does not read. Raises Refusal, with the row."""
     columns = column_names(rows)
     with library_error_as_finding(f"reading the rows of {split}"), row_errors_as_findings(split):
         if form.convert is None:
@@ -377,12 +369,9 @@ def convert(rows: Rows, form: Form, split: str = "the data") -> Rows:
         if form.turns and rows.features is not None:
             features = Features(dict.fromkeys(form.turns, TURNS))
             features.update({name: rows.features[name] for name in kept})
-        return rows.map(
-            partial(_numbered, form.convert),
-            with_indices=True,
-            remove_columns=[name for name in columns if name not in kept],
-            features=features,
-        )
+        removed = [name for name in columns if name not in kept]
+        convert_row = partial(_numbered, form.convert)
+        return rows.map(convert_row, with_indices=True, remove_columns=removed, features=features)
 
 
 def column_names(rows: Rows) -> list[str]:
@@ -391,7 +380,7 @@ def column_names(rows: Rows) -> list[str]:
 
 
 def leave_out_weightless(rows: Rows, kinds: Mapping[str, str], split: str = "the data") -> Rows:
-    """The rows without those of `weight: 0`. Raises Refusal for other values, with the row."""
+    """Rows of `weight: 0` go. Raises Refusal for other values, with the row."""
     names = tables()["weights"] + tables()["other_weights"]
     if all(kinds.get(name, "null") == "null" for name in names):
         return rows

@@ -8,8 +8,8 @@ import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pandas
@@ -28,7 +28,8 @@ from datasets import (
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from pyarrow import parquet
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoTokenizer, set_seed
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config import keys
 from zero_recipes.config.recipe import Settings
@@ -59,10 +60,7 @@ class MissingSplit(Refusal):
 
 
 def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
-    """(training rows, evaluation rows, what was recognised in each source) of a recipe, as TRL takes them.
-
-    Raises Refusal for what is missing, before any weight.
-    """
+    """(training rows, evaluation rows, what was recognised in each source), as TRL takes them. Raises Refusal."""
     splits, found = load_splits(settings)
 
     def rows_of(key: str) -> Rows:
@@ -84,7 +82,7 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
 
 
 def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
-    """All splits of the data that the recipe names; those of a mixture are formatted. Raises Refusal."""
+    """All splits of the recipe's data; those of a mixture are formatted. Raises Refusal."""
     sources = _sources(settings)
     if not any(source["path"] for source in sources):
         raise refusal("ZR504")
@@ -99,7 +97,7 @@ def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
 
 
 def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
-    """The entries of `datasets`, each in its form: one after the other, by TRL's `fraction`, or drawn by `weight`."""
+    """The entries of `datasets`: one after the other, by TRL's `fraction`, or drawn by `weight`."""
     parts = []
     found = []
     for entry in settings.datasets:
@@ -117,26 +115,24 @@ def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
 
 
 def _shares(key: str, settings: Settings) -> list[float]:
-    """What the entries have under `key`, over the sum; empty where none has it."""
+    """The entries' numbers over their sum; empty where none has the key."""
     numbers = [entry.get(key) for entry in settings.datasets]
-    unset = numbers.count(None)
-    if unset == len(numbers):
-        return []
-    if unset:
+    if None not in numbers:
+        return [number / sum(numbers) for number in numbers]
+    if set(numbers) != {None}:
         raise ValueError(f"`{key}` must be set for all entries of datasets, or for none")
-    whole = sum(numbers)
-    return [number / whole for number in numbers]
+    return []
 
 
 def _first_rows(parts: list[Rows], shares: list[float]) -> list[Rows]:
-    """The first rows of each part, as many as its share allows, as TRL 1.16 takes them (scripts/utils.py)."""
+    """As TRL 1.16 takes them (scripts/utils.py): as many of each part as its share allows."""
     pairs = list(zip(parts, shares, strict=True))
     total = min(len(part) / share for part, share in pairs if share > 0)
     return [part.select(range(round(share * total))) for part, share in pairs]
 
 
 def _entry(entry: dict[str, Any], settings: Settings) -> tuple[Rows, Form]:
-    """One entry of `datasets`, as TRL's get_dataset loads it, and formatted."""
+    """As TRL's get_dataset loads it, and formatted."""
     split = entry.get("split") or "train"
     rows = _loaded(_source_of_entry(entry), split, settings.streaming)
     if isinstance(entry.get("columns"), list):
@@ -161,7 +157,7 @@ def _loaded(source: dict[str, Any], split: str | None, streaming: bool) -> Any:
 def _csv_columns(source: dict[str, Any]) -> list[str] | None:
     """The header of CSV files that are here; None of other data.
 
-    Raises Refusal where records have more fields: pandas makes an index of the first ones, and every column moves.
+    Refuses records that have more fields: pandas makes an index of the first ones, and every column moves.
     """
     if not os.path.exists(str(source["path"])) and source["path"] not in packaged_formats():
         return None  # of the hub, which would be asked twice
@@ -183,7 +179,7 @@ def _unknown_columns(split: str, columns: Iterable[str], wanted: str) -> Refusal
 
 
 def _sources(settings: Settings) -> list[dict[str, Any]]:
-    """What `load_dataset` takes, for each."""
+    """What `load_dataset` takes."""
     if settings.datasets:
         return [_source_of_entry(entry) for entry in settings.datasets]
     return [{"name": settings.dataset_config} | _by_format(settings.dataset_name)]
@@ -207,10 +203,7 @@ def _format_of(file: str) -> str | None:
 
 
 def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, Any]) -> tuple[Rows, Form]:
-    """Rows of one source as TRL takes them. `entry`: of `datasets`, whose own keys go before the recipe's.
-
-    Raises Refusal where the columns are of no form, or a row does not fit.
-    """
+    """Rows of one source as TRL takes them. `entry`: of `datasets`, whose own keys go before the recipe's."""
     columns = entry.get("columns")
     if not isinstance(columns, Mapping):  # names of columns to keep
         columns = None
@@ -242,7 +235,6 @@ def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
     """Look at the first rows of the data: is it there, with the splits and columns that the recipe names?
 
     `asks_hub`: data of the hub is looked at too, which takes seconds.
-    Raises Refusal.
     """
     paths = [entry["path"] for entry in settings.datasets] or [settings.dataset_name]
     if not asks_hub and any(map(on_hub, set(paths) - packaged_formats())):
@@ -260,7 +252,7 @@ def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
 
 
 def _streamed(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of `datasets` without what the datasets library and TRL cannot take of a stream: "train[:100]+test"."""
+    """Without what the datasets library and TRL cannot take of a stream: "train[:100]+test"."""
     split = re.split(r"[\[+]", entry.get("split") or "train")[0]
     if split == "all":
         split = "train"
@@ -339,19 +331,15 @@ def _root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {message[:400]}"
 
 
-def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a padding token that is not the end of text.
+def load_tokenizer(settings: Settings) -> Tokenizer:
+    """The model's tokenizer, with a padding token that is not the end of text. Refuses one that has none.
 
     TRL falls back to pad = end of text. Its labels are built before padding, so that the end is supervised all the
     same, but a model saved with pad = eos teaches everyone downstream to mask the end.
-    Raises Refusal where the vocabulary has no token that can pad and the recipe names none.
     """
     name = settings.model_name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(
-        name,
-        revision=settings.model_revision,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    trust = settings.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=settings.model_revision, trust_remote_code=trust)
     end = settings.eos_token or tokenizer.eos_token
     pad = settings.pad_token or tokenizer.pad_token
     if pad is None or (pad == end and settings.pad_token is None):
@@ -364,13 +352,13 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _refuse_unknown_token(key: str, token: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def _refuse_unknown_token(key: str, token: str, tokenizer: Tokenizer) -> None:
     if token not in tokenizer.get_vocab():
         raise refusal("ZR503", key=key, token=token)
 
 
-def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, settings) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer as SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal.
+def apply_chat_template_file(tokenizer: Tokenizer, settings) -> Tokenizer:
+    """The tokenizer as SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal.
 
     A copy: SFTTrainer must still find which tokens it adds, for LoRA trains those.
     """
@@ -386,20 +374,15 @@ def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, settings) -> Pr
         if path is not None and os.path.isfile(path) and path.endswith((".jinja", ".j2")):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
         elif path is not None:
-            clone_chat_template(_without_embeddings(), tokenizer, path, resize_to_multiple_of=None)
+            clone_chat_template(_WithoutEmbeddings(), tokenizer, path, resize_to_multiple_of=None)
     return tokenizer
 
 
-def _without_embeddings() -> SimpleNamespace:
-    """What `clone_chat_template` wants of a model, where only the tokenizer is to change."""
+class _WithoutEmbeddings(Mock):
+    """A model for `clone_chat_template`, where only the tokenizer is to change."""
 
-    def resize_token_embeddings(new_num_tokens: int, pad_to_multiple_of: None) -> None:
-        stand_in.vocab_size = new_num_tokens
-
-    config = SimpleNamespace(get_text_config=SimpleNamespace)
-    stand_in = SimpleNamespace(config=config, can_generate=lambda: False, vocab_size=0)
-    stand_in.resize_token_embeddings = resize_token_embeddings
-    return stand_in
+    def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: None) -> None:
+        self.vocab_size = new_num_tokens
 
 
 def on_hub(name: str | None) -> bool:

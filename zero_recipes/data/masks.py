@@ -1,7 +1,7 @@
 """Tokens and labels of rows, before they are truncated and packed: which tokens have a loss.
 
-TRL tokenizes and masks. Here is what it lacks: masks of the assistant's turns for chat templates without
-`{% generation %}`, turns of `weight: 0`, and markers that a text and the tokenizer both write.
+TRL tokenizes and masks. It lacks masks of the assistant's turns for chat templates without `{% generation %}`, turns of
+`weight: 0`, and markers that a text and the tokenizer both write.
 """
 
 import copy
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.core.host import Host
@@ -24,7 +24,7 @@ ANSWER = "zero recipes"  # a text that no template changes
 NO_LOSS = -100
 
 
-def tokenise(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> Rows:
+def tokenise(rows: Rows, tokenizer: Tokenizer, training_args) -> Rows:
     """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
 
     By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied.
@@ -33,7 +33,7 @@ def tokenise(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> R
     return with_single_markers(rows, tokenised, tokenizer)[0]
 
 
-def tokenise_as_written(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> Rows:
+def tokenise_as_written(rows: Rows, tokenizer: Tokenizer, training_args) -> Rows:
     """`tokenise`, with markers that stand twice."""
     whole = copy.copy(training_args)
     whole.max_length = None
@@ -51,10 +51,7 @@ def tokenise_as_written(rows: Rows, tokenizer: PreTrainedTokenizerBase, training
 
 
 def workers(rows: int, requested: int | None) -> int | None:
-    """How many processes prepare so many rows, None for this process alone.
-
-    What the recipe says, else one for each core, as far as each has enough rows to be worth its start.
-    """
+    """How many processes prepare so many rows, each enough to be worth its start; None for this process alone."""
     if requested is not None:
         return requested
     worth = min(Host().cores(), rows // ROWS_OF_A_WORKER)
@@ -70,8 +67,8 @@ def _in_parallel(rows: Rows, training_args) -> dict[str, Any]:
 # It ends with the first special token that the template writes after an answer.
 
 
-def mask_by(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> str | None:
-    """How the assistant's tokens are found here: "turn" or "answer"; None where TRL does it, or none is needed."""
+def mask_by(rows: Rows, tokenizer: Tokenizer, training_args) -> str | None:
+    """How the assistant's tokens are found: "turn" or "answer"; None where TRL does it, or none is needed."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     named = getattr(training_args, "assistant_mask", None)
@@ -89,15 +86,11 @@ def mask_by(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> st
     return None
 
 
-def _with_masks(rows: Rows, how: str, tokenizer: PreTrainedTokenizerBase, training_args) -> Rows:
+def _with_masks(rows: Rows, how: str, tokenizer: Tokenizer, training_args) -> Rows:
     """The rows with input_ids and assistant_masks. Raises Refusal."""
     with library_error_as_finding("masking all but the assistant's tokens"):
-        keywords = {
-            "end": _end_of_turn(tokenizer),
-            "how": how,
-            "only_completion": training_args.completion_only_loss is not False,
-            "tokenizer": tokenizer,
-        }
+        keywords = {"end": _end_of_turn(tokenizer), "how": how, "tokenizer": tokenizer}
+        keywords["only_completion"] = training_args.completion_only_loss is not False
         return rows.map(_masked, with_indices=True, fn_kwargs=keywords, **_in_parallel(rows, training_args))
 
 
@@ -124,7 +117,7 @@ class Chat(NamedTuple):
     messages: list[Row]
     prompt_turns: int  # of the messages
     options: dict[str, Any]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any], tokenizer, chat_template: str | None = None) -> "Chat":
@@ -198,7 +191,7 @@ def _tokens_inside(text: str, spans: list[tuple[int, int]], tokenizer) -> tuple[
     return tokens["input_ids"], inside.tolist()
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
+def _end_of_turn(tokenizer: Tokenizer) -> str:
     """What the template writes after an answer, up to the first special token."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
     tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(ANSWER)[2]
@@ -212,7 +205,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
 # turns of weight 0
 
 
-def _silenced(rows: Rows, template: str | None, tokenizer: PreTrainedTokenizerBase, training_args) -> Rows:
+def _silenced(rows: Rows, template: str | None, tokenizer: Tokenizer, training_args) -> Rows:
     """Tokenized rows, with no loss on the turns of `weight: 0`. Raises Refusal.
 
     `template`: which they are rendered by, if it is not the tokenizer's own.
@@ -228,14 +221,14 @@ def _silenced(rows: Rows, template: str | None, tokenizer: PreTrainedTokenizerBa
 
 
 def _silent_turns(row: Row) -> list[int]:
-    """Numbers of the messages that have no loss because the row says so."""
+    """Numbers of the messages that the row gives no loss."""
     messages = row.get("messages") or []
     if isinstance(row.get("prompt"), list):
         messages = row["prompt"] + row["completion"]
     return [number for number, message in enumerate(messages) if message.get("weight") == 0]
 
 
-def _silence(row: Row, number: int, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Row:
+def _silence(row: Row, number: int, tokenizer: Tokenizer, chat_template: str | None) -> Row:
     silent = _silent_turns(row)
     if not silent:
         return {"labels": row["labels"]}
@@ -256,11 +249,11 @@ def _silence(row: Row, number: int, tokenizer: PreTrainedTokenizerBase, chat_tem
 # markers that are there twice
 
 
-def with_single_markers(rows: Rows, tokenised: Rows, tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, list[int]]:
+def with_single_markers(rows: Rows, tokenised: Rows, tokenizer: Tokenizer) -> tuple[Rows, list[int]]:
     """(the tokenised rows, in which the beginning and the end of a text stand once; numbers of those that had two).
 
     A text or a template may write a marker that the tokenizer or TRL adds too. TRL 1.16 takes care of the end that it
-    appends itself, and of no other. Rows of token ids stay as they are. Of a stream the numbers are not known.
+    appends itself. Rows of token ids stay as they are. Of a stream no numbers are known.
     """
     if "input_ids" in column_names(rows):
         return tokenised, []
@@ -273,7 +266,7 @@ def with_single_markers(rows: Rows, tokenised: Rows, tokenizer: PreTrainedTokeni
     return tokenised.map(_keep_one, fn_kwargs=markers), doubled
 
 
-def without_beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def without_beginning(text: str, tokenizer: Tokenizer) -> str:
     """The text without the marker of its beginning, where the tokenizer adds one."""
     beginning = tokenizer.bos_token
     if beginning is None or tokenizer("")["input_ids"][:1] != [tokenizer.bos_token_id]:
@@ -281,8 +274,7 @@ def without_beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return text.removeprefix(beginning)
 
 
-def _rows_with_doubled_markers(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Numbers of the tokenized rows in which a marker stands twice."""
+def _rows_with_doubled_markers(rows: Dataset, tokenizer: Tokenizer) -> list[int]:
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     markers = [marker for marker in (bos, eos) if marker is not None]
@@ -303,8 +295,7 @@ def _rows_with_doubled_markers(rows: Dataset, tokenizer: PreTrainedTokenizerBase
 def _doubled(ids: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:
     """For each token whether it repeats the marker before it; shape (tokens,).
 
-    Where one token is both markers, it may end a text and begin the next: then only the row's own beginning and end
-    count.
+    A token that is both markers may end a text and begin the next: then only the row's own beginning and end count.
     """
     again = np.zeros(len(ids), dtype=bool)
     same = ids[1:] == ids[:-1]

@@ -1,7 +1,7 @@
 """The rows as the trainer takes them: tokenised, audited, truncated and packed before any weight is loaded.
 
-SFTTrainer prepares its rows after it has a model; here its own code does it before, on one process of each node, and
-the result is kept beside the datasets library's cache. TRL's ranks take turns by collectives instead.
+SFTTrainer prepares its rows after it has a model, where ranks take turns by collectives. Here its own code does it
+before, on one process of each node, and the result is kept beside the datasets library's cache.
 """
 
 import copy
@@ -21,7 +21,7 @@ import datasets
 import numpy as np
 from datasets import Dataset
 from huggingface_hub import constants
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import RowLengths, Settings
@@ -68,16 +68,8 @@ _READ_OF_ARGUMENTS = (
 )
 _VERSIONS = ("trl", "transformers", "datasets")
 # our own code that makes rows
-_OUR_PARTS = (
-    Path(__file__),
-    Path(as_written.__file__),
-    Path(audits.__file__),
-    Path(forms.__file__),
-    Path(load.__file__),
-    Path(masks.__file__),
-    Path(huggingface.__file__),
-    Path(forms.__file__).with_suffix(".yaml"),
-)
+_OUR_PARTS = [Path(__file__), Path(forms.__file__).with_suffix(".yaml")]
+_OUR_PARTS += [Path(part.__file__) for part in (as_written, audits, forms, load, masks, huggingface)]
 
 
 class Data(NamedTuple):
@@ -86,7 +78,7 @@ class Data(NamedTuple):
     train: load.Rows
     evaluation: load.Rows | None
     samples: list[Sample]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     forms: list[forms.Form]
 
 
@@ -103,14 +95,14 @@ class Split(NamedTuple):
 class Prepared:
     """What a run trains on, evaluates on and samples."""
 
-    tokenizer: PreTrainedTokenizerBase  # of the model, whose rows these are
+    tokenizer: Tokenizer  # of the model, whose rows these are
     train: load.Rows
     evaluation: Dataset | None
     samples: list[Sample]
     audit: Audit
     findings: list[Finding]  # warnings only
     data_sha256: str  # of the training rows; of a stream's first STREAMED_ROWS
-    shown: list  # rows with what carries loss, for `audit.show_rows`
+    shown: list  # `recognised`, and rows with what carries loss for `audit.show_rows`
 
     @property
     def rows(self) -> int | None:
@@ -118,11 +110,10 @@ class Prepared:
         return len(self.train) if isinstance(self.train, Dataset) else None
 
 
-def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer) -> Prepared:
     """Rows and samples of a run, made or found by one process of each node and read by all.
 
-    `training_args` is changed to what is prepared. `tokenizer`: the model's.
-    Raises Refusal on every process for what is wrong with the data.
+    `training_args` is changed to what is prepared. `tokenizer`: the model's. Raises Refusal on every process.
     """
     ignored = ignored_codes(settings.ignore)
     made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
@@ -134,27 +125,20 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
         evaluation = splits.get("eval")
         training_args.dataset_kwargs = (training_args.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
         training_args.assistant_only_loss = False  # in the labels by now; SFTTrainer would look for conversations
-    findings = [Finding(**finding) for finding in made["findings"]]
-    return Prepared(
-        tokenizer=tokenizer,
-        train=train,
-        evaluation=evaluation,
-        samples=[Sample(**sample) for sample in made["samples"]],
-        audit=Audit(**made["audit"]),
-        findings=downgraded(findings, ignored),
-        data_sha256=made["data_sha256"],
-        shown=made["shown"],
-    )
+    samples = [Sample(**sample) for sample in made["samples"]]
+    audit = Audit(**made["audit"])
+    findings = downgraded([Finding(**finding) for finding in made["findings"]], ignored)
+    return Prepared(tokenizer, train, evaluation, samples, audit, findings, made["data_sha256"], made["shown"])
 
 
 def _stream(settings: Settings, training_args, tokenizer) -> tuple[load.Rows, Dataset | None]:
-    """Training rows, which are tokenised as they come, and evaluation rows."""
+    """Training rows, tokenised as they come, and evaluation rows."""
     if audits.drops_long_rows(training_args):
         raise refusal("ZR896")
     train, evaluation, _ = load.load_rows(settings)
     if evaluation is not None:  # whole, in memory: of a stream's shares that differ in length ranks wait for others
         evaluation = Dataset.from_list(list(evaluation), features=evaluation.features)
-    if not _is_skipped(training_args):
+    if not audits.skips_preparation(training_args):
         templated = load.apply_chat_template_file(tokenizer, settings)
         train = _tokenised(train, templated, training_args)
         if evaluation:
@@ -167,16 +151,10 @@ def _tokenised(rows: load.Rows, tokenizer, training_args) -> load.Rows:
     return masks.tokenise(rows, tokenizer, training_args).select_columns(["input_ids", "labels"])
 
 
-def _is_skipped(training_args) -> bool:
-    """Whether the rows are token ids that nothing may change."""
-    return bool((training_args.dataset_kwargs or {}).get("skip_prepare_dataset"))
-
-
 def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozenset[str]) -> dict:
     """Prepared rows as JSON: those that an earlier run of the same data and arguments has kept, or new ones.
 
-    The findings are not downgraded: other runs ignore others.
-    Raises Refusal for errors not ignored, and keeps nothing.
+    The findings are not downgraded: other runs ignore others. Of errors not ignored nothing is kept.
     """
     data = read_data(settings, tokenizer)
     folder = _folder(data, training_args) if isinstance(data.train, Dataset) else None
@@ -191,21 +169,16 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
         made = {
             "audit": asdict(splits[0].audit),
             "findings": [asdict(finding) for finding in findings],
-            "recognised": recognised(data, splits[0]),
-            "shown": shown_rows(data, splits[0], training_args),
+            "shown": [recognised(data, splits[0]), shown_rows(data, splits[0], training_args)],
             "data_sha256": data_sha256(splits[0].ready),
         }
         if folder is not None:
             _keep(folder, [split.ready for split in splits], made)
     samples = with_tokens(data.samples, data.tokenizer, training_args)
-    return made | {
-        "folder": folder and str(folder),
-        "samples": [asdict(sample) for sample in samples],
-        "shown": [made["recognised"], made["shown"]],
-    }
+    return made | {"folder": folder and str(folder), "samples": [asdict(sample) for sample in samples]}
 
 
-def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
+def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
     """Rows, samples and tokenizer of a recipe, nothing tokenised yet. Raises Refusal."""
     tokenizer = load.apply_chat_template_file(tokenizer, settings)
     rows, evaluation, found = load.load_rows(settings)
@@ -218,7 +191,7 @@ def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
     return Data(rows, evaluation, samples, tokenizer, found)
 
 
-def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
+def finish(tokenised: Dataset, tokenizer: Tokenizer, training_args, packing: bool) -> Dataset:
     """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
 
     Packed by one process: TRL 1.16 packs within one worker's share, so that packs would depend on their number.
@@ -236,25 +209,23 @@ def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args
 def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[Split], list[Finding]]:
     """Training rows and, where there are any, evaluation rows, and what is wrong with each and with both together.
 
-    Of a stream the first STREAMED_ROWS. Raises Refusal, with the row, for what cannot be tokenised.
+    Of a stream the first STREAMED_ROWS. Raises Refusal for what cannot be tokenised.
     """
     name = settings.dataset_train_split
-    start = _start_of(data.train, name)
-    train, findings = prepare_split(start, data.tokenizer, training_args, training_args.packing, name)
+    rows = _start_of(data.train, name)
+    train, findings = prepare_split(rows, data.tokenizer, training_args, training_args.packing, name)
     if data.evaluation is None:
         return [train], findings
     name = settings.dataset_test_split
-    start = _start_of(data.evaluation, name)
-    evaluation, found = prepare_split(start, data.tokenizer, training_args, _eval_packing(training_args), name)
+    rows = _start_of(data.evaluation, name)
+    evaluation, found = prepare_split(rows, data.tokenizer, training_args, _eval_packing(training_args), name)
     findings += [finding for finding in found if finding not in findings]
     findings += audits.overlap_findings(train.tokenised, evaluation.tokenised, name)
     return [train, evaluation], findings
 
 
 def _eval_packing(training_args) -> bool:
-    if training_args.eval_packing is None:
-        return training_args.packing
-    return training_args.eval_packing
+    return training_args.packing if training_args.eval_packing is None else training_args.eval_packing
 
 
 def _start_of(rows: load.Rows, split: str) -> Dataset:
@@ -267,13 +238,13 @@ def _start_of(rows: load.Rows, split: str) -> Dataset:
 
 
 def prepare_split(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool, split: str = "the data"
+    rows: Dataset, tokenizer: Tokenizer, training_args, packing: bool, split: str = "the data"
 ) -> tuple[Split, list[Finding]]:
-    """One split tokenised whole and as it is trained on, its counts, and what is wrong with it. Raises Refusal."""
+    """One split, and what is wrong with it. Raises Refusal."""
     with library_error_as_finding(f"tokenizing the rows of {split}"):
         audits.refuse_broken_tokens(rows, tokenizer, split)
         findings = []
-        if _is_skipped(training_args):
+        if audits.skips_preparation(training_args):
             tokenised = ready = rows
         else:
             tokenised = masks.tokenise_as_written(rows, tokenizer, training_args)
@@ -287,13 +258,13 @@ def prepare_split(
     return Split(rows, tokenised, ready, found), findings
 
 
-def _doubled_markers(doubled: list[int], rows: int, tokenizer: PreTrainedTokenizerBase, split: str) -> Finding:
+def _doubled_markers(doubled: list[int], rows: int, tokenizer: Tokenizer, split: str) -> Finding:
     markers = dict.fromkeys([str(tokenizer.bos_token), str(tokenizer.eos_token)])
     return finding("ZR530", count=len(doubled), rows=rows, split=split, row=doubled[0], markers=" and ".join(markers))
 
 
 def recognised(data: Data, split: Split) -> list[str]:
-    """What the columns and the turns of a split are taken for, in words, and what nothing reads."""
+    """What the columns and the turns are taken for, in words, and what nothing reads."""
     lines = [form.description for form in data.forms]
     unread = as_written.unread_by_template(split.rows, data.tokenizer)
     if unread:
@@ -329,7 +300,7 @@ def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
 
 
 def _folder(data: Data, training_args) -> Path:
-    """Where prepared rows are kept: a hash over data, tokenizer, versions, our code and arguments that make rows."""
+    """Where prepared rows are kept: a hash over all that makes them."""
     known = {name: getattr(training_args, name, None) for name in _READ_OF_ARGUMENTS}
     known["seed"] = training_args.seed if training_args.shuffle_dataset else None
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
@@ -349,7 +320,7 @@ def _folder(data: Data, training_args) -> Path:
 
 
 def data_sha256(rows: Dataset) -> str:
-    """A hash of the rows themselves, in their order, whatever Arrow's chunks, widths of integers and versions."""
+    """Of the rows themselves, in their order, whatever Arrow's chunks, widths of integers and versions."""
     digest = hashlib.sha256()
     for table in audits.tables(rows, sorted(rows.column_names)):
         for name in table.column_names:
@@ -368,14 +339,13 @@ def data_sha256(rows: Dataset) -> str:
 def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
     """The rows of a recipe, or why they are not known. Without asking the hub. `path`: the recipe's.
 
-    All as a run of it has prepared them, where one has; else at most PLANNED_ROWS, tokenised and packed as a run does.
+    All as a run has prepared them, where one has; else at most PLANNED_ROWS, tokenised and packed as a run does.
     """
     if settings.dataset_streaming or settings.streaming:
         return "the data is a stream"
-    offline = patch.object(constants, "HF_HUB_OFFLINE", True)
-    datasets_offline = patch.object(datasets.config, "HF_HUB_OFFLINE", True)
     try:
-        with single_process_env(), offline, datasets_offline:
+        hub = patch.object(constants, "HF_HUB_OFFLINE", True)
+        with single_process_env(), hub, patch.object(datasets.config, "HF_HUB_OFFLINE", True):
             return _counted(settings, path)
     except Refusal as refusal:
         return refusal.what
@@ -414,17 +384,15 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
         _, some = _some(data.evaluation, data, args, _eval_packing(args))
         evaluated = _evaluated(some, args)
     epoch = round(len(ready) * count / len(chosen))
-    source = f"all {count:,} rows tokenised"
-    if len(chosen) < count:
-        source = f"{len(chosen):,} of {count:,} rows tokenised"
-    return replace(_of_prepared(ready, source), epoch=epoch, evaluated=evaluated)
+    whole = f"all {count:,} rows" if len(chosen) == count else f"{len(chosen):,} of {count:,} rows"
+    return replace(_of_prepared(ready, f"{whole} tokenised"), epoch=epoch, evaluated=evaluated)
 
 
 def _some(rows: Dataset, data: Data, args, packing: bool) -> tuple[Dataset, Dataset]:
-    """At most PLANNED_ROWS of the rows, and what is trained on or evaluated of them."""
+    """At most PLANNED_ROWS of the rows, and what is made of them."""
     step = math.ceil(len(rows) / PLANNED_ROWS)
     chosen = rows.select(range(0, len(rows), step or 1))
-    if _is_skipped(args):
+    if audits.skips_preparation(args):
         return chosen, chosen
     tokenised = masks.tokenise(chosen, data.tokenizer, args)
     return chosen, finish(tokenised, data.tokenizer, args, packing)
@@ -442,7 +410,7 @@ def _evaluated(ready: Dataset, args) -> tuple[int, int]:
 
 
 def _of_prepared(ready: Dataset, source: str) -> RowLengths:
-    """Of rows as they are trained on, truncated and packed. Reads Arrow's buffers, no token."""
+    """Of rows as they are trained on. Reads Arrow's buffers, no token."""
     if "seq_lengths" in ready.column_names:  # TRL's bfd; "wrapped" makes rows of its own, all full
         lengths = np.concatenate(ready.with_format("numpy")["seq_lengths"][:])
     else:

@@ -4,11 +4,12 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import library_error_as_finding, refusal
@@ -38,9 +39,8 @@ def takes_rows(requested: Any) -> bool:
 
 
 def rows_to_ask(requested: Any, evaluation, settings: Settings):
-    """The rows that a number of sample prompts is taken of.
+    """The evaluation rows, or those of dataset_test_split where the run does not evaluate.
 
-    The evaluation rows, or those of dataset_test_split where the run does not evaluate.
     None where no rows are requested, or the data has no such split.
     """
     if evaluation is not None or not takes_rows(requested):
@@ -52,12 +52,11 @@ def rows_to_ask(requested: Any, evaluation, settings: Settings):
 
 
 def choose_samples(
-    requested: Any, eval_rows, dataset_format: str | None, tokenizer: PreTrainedTokenizerBase, split: str = "test"
+    requested: Any, eval_rows, dataset_format: str | None, tokenizer: Tokenizer, split: str = "test"
 ) -> list[Sample]:
     """The recipe's `sample_prompts`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
 
-    `eval_rows`: of dataset_test_split, named `split`; None where the data has no such split.
-    Raises Refusal.
+    `eval_rows`: of dataset_test_split, named `split`; None where the data has none. Raises Refusal.
     """
     if requested is None or str(requested) == "0":
         return []
@@ -65,7 +64,7 @@ def choose_samples(
     if isinstance(requested, list):
         source = "the recipe's own"
         rows = requested
-        form = _alpaca_prompt_row if dataset_format == "alpaca" else _prompt_row
+        form = partial(_prompt_row, alpaca_prompt if dataset_format == "alpaca" else str)
     elif takes_rows(requested):
         if eval_rows is None:
             raise refusal("ZR516", requested=requested, split=split)
@@ -85,15 +84,11 @@ def choose_samples(
     return samples
 
 
-def _prompt_row(prompt: Any) -> dict[str, str]:
-    return {"prompt": _text(prompt)}
+def _prompt_row(wrap: Callable[[str], str], prompt: Any) -> dict[str, str]:
+    return {"prompt": wrap(_text(prompt))}
 
 
-def _alpaca_prompt_row(prompt: Any) -> dict[str, str]:
-    return {"prompt": alpaca_prompt(_text(prompt))}
-
-
-def _sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str) -> Sample:
+def _sample(row: dict[str, Any], tokenizer: Tokenizer, source: str) -> Sample:
     kept = {key: row[key] for key in tables()["kept"] if row.get(key)}
     prompt, completion = _prompt_and_completion(row)
     trained = None
@@ -130,11 +125,10 @@ def _text(value: Any) -> str:
     return str(value).encode().decode()
 
 
-def with_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, training_args) -> list[Sample]:
+def with_tokens(samples: list[Sample], tokenizer: Tokenizer, training_args) -> list[Sample]:
     """The samples with the tokens of prompt and answer as a training row has them, truncated as one.
 
-    By the code that SFTTrainer trains with: a tokenizer may write a word otherwise at a text's beginning than behind
-    the prompt (SentencePiece's space mark).
+    A tokenizer may write a word otherwise at a text's beginning than behind the prompt (SentencePiece's space mark).
     The answer's tokens alone carry loss, whatever training gives a loss.
     """
     single = copy.copy(training_args)
@@ -150,6 +144,5 @@ def with_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, train
         if rows:
             tokenised = tokenise(Dataset.from_list(rows, on_mixed_types="use_json"), tokenizer, single)
             for row in prepare_dataset(tokenised, tokenizer, single, packing=False):
-                tokens = {"ids": tuple(row["input_ids"]), "labels": tuple(row["labels"])}
-                found[row["sample"]] = tokens
+                found[row["sample"]] = {"ids": tuple(row["input_ids"]), "labels": tuple(row["labels"])}
     return [replace(sample, row=None, **found.get(number, {})) for number, sample in enumerate(samples)]
