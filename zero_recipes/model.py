@@ -24,22 +24,23 @@ _KEY_PROBLEMS = {
 
 
 def load_config(settings: Settings) -> PretrainedConfig:
-    """The model's configuration; refuses a model that is neither a folder here nor in the cache or on the hub."""
+    """Refuses a model that is neither a folder here nor in the cache or on the hub."""
     name = settings.model_name_or_path
     if name is None:
         raise refusal("ZR401")
     try:
         if name.startswith((".", "/")) and not Path(name).is_dir():
             raise OSError(f"There is no such folder in {Path.cwd()}.")  # transformers takes it for a name of the hub
-        keywords = {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
-        return AutoConfig.from_pretrained(name, **keywords)
+        trust = settings.trust_remote_code
+        return AutoConfig.from_pretrained(name, revision=settings.model_revision, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         raise refusal("ZR403", name=name, error=first_line(error)) from error
 
 
 def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
-    """The PeftConfig of TRL's keys, with those of `peft_config` over them; None without `use_peft`. Raises what PEFT
-    raises at their values. Without `has_weights` no start of the adapter is computed from the model's weights.
+    """The PeftConfig of TRL's keys, with those of `peft_config` over them; None without `use_peft`.
+
+    Raises what PEFT raises. Without `has_weights` no start of the adapter is computed from the model's weights.
 
     TRL 1.16 (trainer/model_config.py) makes a text of a list with one name: "all-linear", or what PEFT takes for a
     pattern that the module's whole name must match. `lora_target_modules: [q_proj]` would match none.
@@ -48,26 +49,29 @@ def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
     from trl import ModelConfig, get_peft_config
 
     known = ModelConfig.__dataclass_fields__
-    model_args = ModelConfig(**{key: value for key, value in settings.as_dict().items() if key in known})
-    config = get_peft_config(model_args)
+    of_trl = {key: value for key, value in settings.as_dict().items() if key in known}
+    config = get_peft_config(ModelConfig(**of_trl))
     if config is None:
         return None
-    values, more = config.to_dict(), settings.peft_config or {}
+    values = config.to_dict()
     if isinstance(config.target_modules, str) and config.target_modules.isidentifier():
         values["target_modules"] = [config.target_modules]
-    if more.get("peft_type", "LORA") != "LORA":
+    own = dict(settings.peft_config or {})
+    if own.get("peft_type", "LORA") != "LORA":
         values = {key: values[key] for key in ("task_type", "target_modules", "modules_to_save")}
-    return peft.get_peft_config(values | {k: v for k, v in more.items() if has_weights or k != "init_lora_weights"})
+    if not has_weights:
+        own.pop("init_lora_weights", None)
+    return peft.get_peft_config(values | own)
 
 
-def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False, **keywords) -> PreTrainedModel:
-    """The model that `config` describes, without memory. Raises whatever the class of the model raises."""
+def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Without memory. Raises whatever the class of the model raises."""
     with torch.device("meta"), without_deepspeed_announcement():  # one rank alone may build it
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **keywords)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def built_or_none(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel | None:
-    """`build_on_meta`, or None where the model's class raises: the rehearsal reports that."""
+    """None where the model's class raises: the rehearsal reports that."""
     try:
         return build_on_meta(config, trust_remote_code)
     except Exception:  # a model's own code may raise anything
@@ -90,21 +94,20 @@ def refuse_other_keys(config: PretrainedConfig, settings: Settings) -> None:
 
 
 def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
-    """The model, on CPU or (stage 3) already partitioned by deepspeed.zero.Init, in the recipe's dtype."""
-    requested = _keywords(settings)["attn_implementation"]
-    with library_error_as_finding(f"loading {settings.model_name_or_path}", vars(settings)):
+    """On CPU or (stage 3) already partitioned by deepspeed.zero.Init, in the recipe's dtype."""
+    name = settings.model_name_or_path
+    with library_error_as_finding(f"loading {name}", vars(settings)):
         if settings.random_weights:
-            keywords, report = _keywords(settings, config), None
-            trust = settings.trust_remote_code
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, **keywords)
+            model = _from_config(config, settings)
         else:
             model, report = _from_pretrained(config, settings)
-    if report is None:
+    if settings.random_weights:
         draw_weights(model, settings.seed)
     else:
-        _refuse_keys(report, settings.model_name_or_path, settings.allow_keys)
+        _refuse_keys(report, name, settings.allow_keys)
         if _quantization(settings, config) is not None:
             keep_4bit_layout(model)
+    requested = _keywords(settings)["attn_implementation"]
     got = other_attention(model, requested)
     if got is not None:
         raise refusal("ZR406", requested=requested, name=type(model).__name__, got=got)
@@ -112,22 +115,27 @@ def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
 
 
 def rehearse_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
-    """The model as `load_model` makes it, without memory and weights. Raises whatever the libraries raise."""
+    """As `load_model` makes it, without memory and weights. Raises whatever the libraries raise."""
     is_folder = Path(str(settings.model_name_or_path)).is_dir()
-    if is_folder and settings.model_init_kwargs and not settings.random_weights:
-        with torch.device("meta"), without_deepspeed_announcement():
+    with torch.device("meta"), without_deepspeed_announcement():  # one rank alone may build it
+        if is_folder and settings.model_init_kwargs and not settings.random_weights:
             return _from_pretrained(config, settings, device_map="meta")[0]
-    return build_on_meta(config, settings.trust_remote_code, **_keywords(settings, config))
+        return _from_config(config, settings)
 
 
-def _keywords(settings: Settings, config: PretrainedConfig | None = None) -> dict:
-    """What from_pretrained takes from the recipe; with a `config` what from_config does, which knows no "auto"."""
-    dtype = settings.dtype if settings.dtype in ("auto", None) else getattr(torch, settings.dtype)
+def _keywords(settings: Settings) -> dict[str, Any]:
+    dtype = settings.dtype
+    if dtype not in ("auto", None):
+        dtype = getattr(torch, dtype)
     keywords = {"dtype": dtype, "attn_implementation": settings.attn_implementation}
-    keywords |= settings.model_init_kwargs or {}
-    if config is not None and keywords["dtype"] == "auto":
+    return keywords | (settings.model_init_kwargs or {})
+
+
+def _from_config(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
+    keywords = _keywords(settings)
+    if keywords["dtype"] == "auto":  # from_config does not know it
         keywords["dtype"] = config.dtype or torch.float32
-    return keywords
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **keywords)
 
 
 def _quantization(settings: Settings, config: PretrainedConfig):
@@ -140,36 +148,42 @@ def _from_pretrained(config: PretrainedConfig, settings: Settings, **more) -> tu
     """(the model, transformers' report on its keys). With device_map "meta" no weight is read."""
     from trl import get_quantization_config
 
+    keywords = _keywords(settings) | more
     quantization = get_quantization_config(settings)
-    more |= {} if quantization is None else {"quantization_config": quantization}
-    more |= {"ignore_mismatched_sizes": True}  # refused by name instead
+    if quantization is not None:
+        keywords["quantization_config"] = quantization
+    keywords["ignore_mismatched_sizes"] = True  # refused by name instead
     return AutoModelForCausalLM.from_pretrained(
         settings.model_name_or_path,
         config=config,
         revision=settings.model_revision,
         trust_remote_code=settings.trust_remote_code,
         output_loading_info=True,
-        **(_keywords(settings) | more),
+        **keywords,
     )
 
 
 def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
-    """Refuse what transformers reports of a load, unless the recipe's `allow_keys` names it."""
+    """`allowed`: by the recipe's `allow_keys`."""
     findings = []
     for problem, consequence in _KEY_PROBLEMS.items():
         found = {key if isinstance(key, str) else key[0] for key in report[problem]}
-        keys = sorted(found - set(allowed or ()))
+        keys = sorted(found.difference(allowed or ()))
         if keys:
-            shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-            about = {"name": name, "problem": problem.replace("_", " "), "consequence": consequence}
-            findings.append(finding("ZR408", keys=shown, **about))
+            shown = ", ".join(keys[:5])
+            if len(keys) > 5:
+                shown += f" and {len(keys) - 5} more"
+            kind = problem.replace("_", " ")
+            findings.append(finding("ZR408", keys=shown, name=name, problem=kind, consequence=consequence))
     raise_errors(findings)
 
 
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Fill every matrix with normal numbers (deviation: config.initializer_range) from a seed of its own name. The same
-    weights under every strategy: under ZeRO stage 3 deepspeed.zero.Init draws others than the plain constructor does.
-    One tensor is whole at a time; biases and norms keep the constructor's constants."""
+    """Fill every matrix with normal numbers (deviation: config.initializer_range) from a seed of its own name.
+
+    The same under every strategy: deepspeed.zero.Init draws others than the plain constructor does.
+    One tensor is whole at a time. Biases and norms keep the constructor's constants.
+    """
     for name, p in model.named_parameters():
         if len(whole_shape(p)) < 2:
             continue
@@ -190,34 +204,46 @@ def _drawn(name: str, shape: torch.Size, seed: int, config: PretrainedConfig) ->
 
 
 def loaded_values(model: PreTrainedModel, config: PretrainedConfig, settings: Settings) -> Iterator[tuple]:
-    """(parameter, its whole value before anything has rounded it) of each one that is trained; None if the checkpoint
-    lacks it, on the meta device if it is 16 bits itself. transformers reads the checkpoint again, from the mapped file;
-    random weights are drawn again, but for biases and norms, which are 0 and 1."""
-    is_random, weights = settings.random_weights, {}
-    if not is_random:
-        with dtypes_of_the_file(settings.precision), without_deepspeed_announcement():
-            whole, _ = _from_pretrained(config, settings)
-        weights = dict(whole.named_parameters())
-    for name, p in model.named_parameters():
-        shape = whole_shape(p)
-        if not p.requires_grad or (is_random and len(shape) < 2):
-            continue
-        yield p, _drawn(name, shape, settings.seed, config) if is_random else weights.get(name)
+    """(parameter, its whole value before anything has rounded it) of each one that is trained.
+
+    None if the checkpoint lacks it, on the meta device if it is 16 bits itself.
+    transformers reads the mapped file again. Random weights are drawn again, but not biases and norms: 0 and 1.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if settings.random_weights:
+        for name, p in trained:
+            shape = whole_shape(p)
+            if len(shape) >= 2:
+                yield p, _drawn(name, shape, settings.seed, config)
+        return
+    with dtypes_of_the_file(settings.precision), without_deepspeed_announcement():
+        whole, _ = _from_pretrained(config, settings)
+    weights = dict(whole.named_parameters())
+    for name, p in trained:
+        yield p, weights.get(name)
 
 
 def size_of(settings: Settings) -> tuple[int, int] | None:
-    """(hidden size, elements of the largest tensor) of a run's model; None without it, which is refused elsewhere."""
+    """(hidden size, elements of the largest tensor); None without a model, which is refused elsewhere."""
     try:
         config = load_config(settings)
     except Refusal:
         return None
-    text, model = config.get_text_config(), built_or_none(config, settings.trust_remote_code)
-    return None if model is None else (getattr(text, "hidden_size", 0), max(p.numel() for p in model.parameters()))
+    model = built_or_none(config, settings.trust_remote_code)
+    if model is None:
+        return None
+    hidden = getattr(config.get_text_config(), "hidden_size", 0)
+    return hidden, max(p.numel() for p in model.parameters())
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
-    """(all, trainable) parameters, whole also where ZeRO stage 3 has partitioned them (tied ones count once), each
-    number once also where several are packed in one element (4 bit)."""
+    """(all, trainable) parameters: also those that ZeRO stage 3 has partitioned or 4 bit has packed; tied ones once."""
     packed = {id(weight): state.shape.numel() for weight, state in packed_weights(model)}
-    sizes = [(packed.get(id(p), whole_size(p)), p.requires_grad) for p in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
+    total = 0
+    trainable = 0
+    for p in model.parameters():
+        size = packed.get(id(p), whole_size(p))
+        total += size
+        if p.requires_grad:
+            trainable += size
+    return total, trainable

@@ -47,6 +47,7 @@ TABLE = [
     ("texts named ids", lines(TEXTS), "ZR508", ["input_ids"], {"dataset_kwargs": {"skip_prepare_dataset": True}}),
     ("CSV records that are long", {"train.csv": HEADER + b"a,b,c,d\n"}, "ZR508",
      ["instruction, input, output", "CSV header"], AS_ALPACA),
+    ("rows that all have weight 0", lines([row | {"weight": 0} for row in PAIRS]), "ZR523", ["train has no rows"], {}),
     ("no turns", lines(TEXTS), "ZR431", ["text"], {"assistant_only_loss": True}),
     ("no template", lines(CHATS), "ZR890", ["messages, as they are"], {"template": None}),
     ("a row that the template stops at", eighth(CHATS, messages=[ANSWER]), "ZR199", ["must begin with user"],

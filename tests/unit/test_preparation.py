@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, Trainer
 from trl import SFTTrainer
 
-from tests.helpers.bad_data import ALPACA, BASE, CHATML, arguments, chat, lines, prepared, written
+from tests.helpers.bad_data import ALPACA, BASE, CHATML, IDS, arguments, chat, lines, prepared, written
 from tests.helpers.tiny import ROOT, settings_with
 from zero_recipes.config.recipe import steps_by_epochs
 from zero_recipes.data import forms, prepare
@@ -158,6 +158,13 @@ def test_two_workers_pack_the_rows_as_one_does(tmp_path):
         tokenised = tokenise(Dataset.from_list(rows), tokenizer, training_args)  # in memory: no cache
         found.append(finish(tokenised, tokenizer, training_args, packing=True))
     assert found[0].to_dict() == found[1].to_dict()
+
+
+def test_rows_of_ids_that_are_chosen_are_planned(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    chosen = Dataset.from_list(IDS).select(range(0, len(IDS), 2))  # by an index over the rows
+    found = tokenise(chosen, tokenizer, arguments(tmp_path))
+    assert found["input_ids"][:] == [row["input_ids"] for row in IDS[::2]]
 
 
 WORKER = """

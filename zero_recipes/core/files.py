@@ -10,24 +10,30 @@ import yaml
 from pydantic_core import to_json
 
 PART = ".zero-recipes.part"  # ends the name of what is not yet written, or not yet deleted, to its end
-FILES = Path(__file__).resolve().parents[1] / "_files"  # links to the repository's folders; in a wheel, copies
+# links to the repository's folders; in a wheel, copies
+FILES = Path(__file__).resolve().parents[1] / "_files"
 
 
 def at_hand(named: str | Path, folder: str = "") -> Path:
     """The path as it is named, also within `folder`; where nothing is there, the package's file of that name."""
-    candidates = (Path(base, inner, named) for base in (".", FILES) for inner in ("", folder))
-    return next((path for path in candidates if os.path.exists(path)), Path(named))  # a long name is no error
+    for base in (".", FILES):
+        for inner in ("", folder):
+            path = Path(base, inner, named)
+            if os.path.exists(path):  # pathlib raises at a name that is too long
+                return path
+    return Path(named)
 
 
 @cache
 def package_yaml(package: str, name: str) -> dict[str, Any]:
     """A YAML file beside a package's code."""
-    text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the one in C takes a tenth of the time
+    file = resources.files(package).joinpath(name)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it takes a tenth of the time
+    return yaml.load(file.read_text(encoding="utf-8"), loader)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write whole or not at all: a reader never sees half a file, nor two processes' halves."""
+    """Whole or not at all: a reader never sees half a file, nor two processes' halves."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}{PART}")
     unfinished.write_text(text, encoding="utf-8")

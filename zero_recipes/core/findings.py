@@ -18,10 +18,14 @@ from typing import Any
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.process import rank, wait_for_rank_0
 
-FAILED, REFUSED, PREEMPTED = 1, 2, os.EX_TEMPFAIL  # exit codes; the last is 75
+# exit codes
+FAILED = 1
+REFUSED = 2
+PREEMPTED = os.EX_TEMPFAIL  # 75
 UNFINISHED = "the run has not finished"  # in the metrics.json of one that is alive, or was killed
 PRINT_SECONDS = 20.0
 LONGEST_MESSAGE = 600  # characters of a library's message in a finding; --traceback shows all of it
+PARTS = ("what", "why", "fix")  # of a finding's text
 # by the first digit of a code
 AREAS = {
     "1": "recipe and command line",
@@ -50,44 +54,59 @@ class Finding:
     ignored: bool = False  # an error that the recipe's `ignore` makes a warning
     trace: str = field(default="", compare=False, repr=False)  # the traceback of what a library raised
 
+    @property
+    def head(self) -> str:
+        if self.level == "error":
+            return "refused"
+        return "warning (ignored)" if self.ignored else "warning"
+
     def __str__(self) -> str:
         return shown([self])
 
 
 def shown(findings: Iterable[Finding], tracebacks: bool = False) -> str:
     """The findings as people read them: those of one code for the same reason as one, with a line for each."""
-    alike: dict[tuple[str, ...], list[Finding]] = {}
-    for each in findings:
-        head = "refused" if each.level == "error" else "warning (ignored)" if each.ignored else "warning"
-        alike.setdefault((head, each.code, each.why), []).append(each)
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.head, finding.code, finding.why), []).append(finding)
     lines = []
-    for (head, code, why), group in alike.items():
-        fixes = list(dict.fromkeys(each.fix for each in group))
-        whats = [each.what if len(fixes) == 1 else f"{each.what}. {each.fix}" for each in group]
-        lines += [f"{head}: " + "\n    ".join(whats) + f" [{code}]", f"    why: {why}"]
-        lines += [f"    fix: {fixes[0]}"] if len(fixes) == 1 else []
-        lines += [each.trace for each in group if tracebacks and each.trace]
+    for group in groups.values():
+        lines += _lines(group)
+        if tracebacks:
+            lines += [finding.trace for finding in group if finding.trace]
     return "\n".join(lines)
+
+
+def _lines(group: list[Finding]) -> list[str]:
+    """Findings of one code and reason; a fix that they share comes last."""
+    first = group[0]
+    has_one_fix = all(finding.fix == first.fix for finding in group)
+    whats = [finding.what if has_one_fix else f"{finding.what}. {finding.fix}" for finding in group]
+    what = "\n    ".join(whats)
+    lines = [f"{first.head}: {what} [{first.code}]", f"    why: {first.why}"]
+    if has_one_fix:
+        lines.append(f"    fix: {first.fix}")
+    return lines
 
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
     """{code: {"level", "what", "why", "fix"; some have "source", "ignore" and "example"}} of findings.yaml."""
-    return {code: {"level": "error"} | row for code, row in package_yaml(__package__, "findings.yaml").items()}
+    rows = package_yaml(__package__, "findings.yaml")
+    return {code: {"level": "error"} | row for code, row in rows.items()}
 
 
 def finding(
     code: str, /, *, level: str | None = None, scope: str = "run", recipe_key: str | None = None, **values: Any
 ) -> Finding:
-    """The finding of that code; `values` are what its templates in findings.yaml name. `level`: where a code is an
-    error or a warning as the case may be; `recipe_key`: the recipe's key that it is about."""
+    """`values`: what the code's templates in findings.yaml name. `level`: where a code may be either."""
     row = table()[code]
-    what, why, fix = (row[part].format_map(values) for part in ("what", "why", "fix"))
-    return Finding(code, what, why, fix, level=level or row["level"], key=recipe_key, scope=scope)
+    texts = {part: row[part].format_map(values) for part in PARTS}
+    return Finding(code, **texts, level=level or row["level"], key=recipe_key, scope=scope)
 
 
 def refusal(code: str, /, *, scope: str = "run", **values: Any) -> "Refusal":
-    """A Refusal, to be raised, for the finding of that code."""
+    """To be raised, for the finding of that code."""
     return Refusal([finding(code, scope=scope, **values)])
 
 
@@ -98,8 +117,9 @@ class Refusal(Exception):
         self.findings = [finding for finding in findings if finding.level == "error"]
         super().__init__(self.findings)
         self.codes = [finding.code for finding in self.findings]
-        parts = ("what", "why", "fix")
-        self.what, self.why, self.fix = ("\n".join(getattr(each, part) for each in self.findings) for part in parts)
+        self.what = "\n".join(finding.what for finding in self.findings)
+        self.why = "\n".join(finding.why for finding in self.findings)
+        self.fix = "\n".join(finding.fix for finding in self.findings)
 
     def __str__(self) -> str:
         return shown(self.findings)
@@ -108,13 +128,15 @@ class Refusal(Exception):
 class RunFailed(Exception):
     """A run that ends early, on all ranks, for a reason that it knows: one message, no traceback."""
 
-    status, exit_code = "failed", FAILED  # in metrics.json, and of the process
+    status = "failed"  # in metrics.json
+    exit_code = FAILED
 
 
 class Preempted(RunFailed):
     """A signal has ended the run, and all that it has trained is saved."""
 
-    status, exit_code = "preempted", PREEMPTED
+    status = "preempted"
+    exit_code = PREEMPTED
 
 
 class PeerFailed(RuntimeError):
@@ -123,9 +145,11 @@ class PeerFailed(RuntimeError):
 
 @contextlib.contextmanager
 def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[None]:
-    """Whatever a library raises inside becomes one Refusal with the library's message. A Refusal passes as it is, and
-    so does memory that is not enough. `doing`: "making the optimizer (optim: lomo)"; `keys`: keys of the recipe, of
-    which the finding is about the first that the message names."""
+    """Whatever a library raises inside becomes one Refusal with the library's message.
+
+    A Refusal passes as it is, and so does memory that is not enough.
+    `doing`: "making the optimizer (optim: lomo)". `keys`: the finding is about the first that the message names.
+    """
     try:
         yield
     except (Refusal, RunFailed):
@@ -135,15 +159,15 @@ def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[N
         if isinstance(error, MemoryError) or "out of memory" in message:
             raise
         named = next((key for key in keys if re.search(rf"\b{re.escape(key)}\b", message)), None)
-        about = {"doing": doing, "name": type(error).__name__, "message": message[:LONGEST_MESSAGE]}
-        about["hint"] = next((hint for words, hint in table()["ZR199"]["hints"].items() if words in message), "")
+        hint = next((hint for words, hint in table()["ZR199"]["hints"].items() if words in message), "")
+        about = {"doing": doing, "name": type(error).__name__, "message": message[:LONGEST_MESSAGE], "hint": hint}
         trace = "".join(traceback.format_exception(error))
         raise Refusal([replace(finding("ZR199", recipe_key=named, **about), trace=trace)]) from error
 
 
 @contextlib.contextmanager
 def collected(findings: list[Finding]) -> Iterator[None]:
-    """The findings of a Refusal that is raised inside are added to `findings`, and the program goes on."""
+    """Findings of a Refusal raised inside are added to `findings`, and the program goes on."""
     try:
         yield
     except Refusal as refusal:
@@ -151,18 +175,17 @@ def collected(findings: list[Finding]) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, in the one line that a finding has room for."""
+    """What a library's error says, in the line that a finding has room for."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def downgraded(findings: list[Finding], ignored: Container[str]) -> list[Finding]:
-    """The findings, with errors of the ignored codes as warnings."""
-    return [
-        replace(finding, level="warning", ignored=True)
-        if finding.level == "error" and finding.code in ignored
-        else finding
-        for finding in findings
-    ]
+    found = []
+    for finding in findings:
+        if finding.level == "error" and finding.code in ignored:
+            finding = replace(finding, level="warning", ignored=True)
+        found.append(finding)
+    return found
 
 
 def ignored_codes(ignore: list[str] | str | None) -> frozenset[str]:
@@ -174,40 +197,60 @@ def ignored_codes(ignore: list[str] | str | None) -> frozenset[str]:
 def described(code: str) -> dict[str, Any]:
     """The row of a code with its area, and with <names> in the place of what only a run knows."""
     row = table()[code] | {"area": AREAS[code[2]]}
-    return row | {
-        part: re.sub(r"\{(\w*)[^{}]*\}", lambda named: f"<{named[1].replace('_', ' ')}>", row[part])
-        for part in ("what", "why", "fix")
-    }
+    for part in PARTS:
+        row[part] = re.sub(r"\{(\w*)[^{}]*\}", _placeholder, row[part])
+    return row
+
+
+def _placeholder(field: re.Match) -> str:
+    return f"<{field[1].replace('_', ' ')}>"
 
 
 def raise_errors(findings: list[Finding]) -> None:
-    """Raise one Refusal for all errors among the findings, if there is one."""
+    """One Refusal for all errors among the findings."""
     if any(finding.level == "error" for finding in findings):
         raise Refusal(findings)
 
 
 def print_ending(ending: Exception, tracebacks: bool = False) -> int:
-    """Print why a run ends, each finding on the ranks of its scope alone. Returns the exit code of every rank.
-
-    accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what is in
-    TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/errors/error_handler.py), so the message goes
-    there too and is the last thing read.
-    """
-    prints = {"run": rank() == 0, "machine": int(os.environ.get("LOCAL_RANK", rank())) == 0, "rank": True}
+    """Print why a run ends, each finding on the ranks of its scope alone. Returns the exit code of every rank."""
     if isinstance(ending, Refusal):
-        message, mine = str(ending), [finding for finding in ending.findings if prints[finding.scope]]
+        message = str(ending)
+        mine = [finding for finding in ending.findings if _prints(finding.scope)]
         texts = [shown(mine, tracebacks)] if mine else []
     else:
         is_known = isinstance(ending, RunFailed)
         message = f"{ending.status if is_known else type(ending).__name__}: {ending}"
-        texts = [message] if is_known and prints["run"] else []
-        texts += ["".join(traceback.format_exception(ending))] if tracebacks or not is_known else []
+        texts = []
+        if is_known and _prints("run"):
+            texts.append(message)
+        if tracebacks or not is_known:
+            texts.append("".join(traceback.format_exception(ending)))
     for text in texts:
         print(text, file=sys.stderr, flush=True)
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    _tell_launcher(message)
+    if rank() and not texts:
+        wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
+    if isinstance(ending, Refusal):
+        return REFUSED
+    return getattr(ending, "exit_code", FAILED)
+
+
+def _prints(scope: str) -> bool:
+    if scope == "rank":
+        return True
+    if scope == "machine":
+        return int(os.environ.get("LOCAL_RANK", rank())) == 0
+    return rank() == 0
+
+
+def _tell_launcher(message: str) -> None:
+    """accelerate and torchrun turn the exit code into 1, and close with a table that shows what is in this file.
+
+    See torch/distributed/elastic/multiprocessing/errors/error_handler.py.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with open(error_file, "w") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
-    if rank() and not texts:
-        wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
-    return REFUSED if isinstance(ending, Refusal) else getattr(ending, "exit_code", FAILED)

@@ -29,8 +29,7 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "datasets
 
 @dataclass(frozen=True)
 class Host:
-    """The machine as seen from `root`, with the variables of the run and a statvfs of its file systems. Tests give a
-    folder that looks like a machine; a run takes the defaults."""
+    """The machine as seen from `root`. Tests give a folder that looks like one; a run takes the defaults."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -41,26 +40,31 @@ class Host:
         return self.root / str(path).lstrip("/")
 
     def memory(self) -> tuple[int, str]:
-        """(bytes that processes here may still take, free swap included, and what sets that limit): the least of
-        MemAvailable and the limits of the process's cgroup and of all above it."""
-        found = [(self._meminfo("MemAvailable"), "MemAvailable in /proc/meminfo")]
-        limits = map(self.read, self._cgroup_files("memory.max"))
-        found += [(int(limit), "the cgroup's memory.max") for limit in limits if limit.isdigit()]
-        limit, source = min(found)
+        """(bytes that processes here may still take, with free swap; what sets the limit). psutil knows no cgroups."""
+        least = self._meminfo("MemAvailable")
+        source = "MemAvailable in /proc/meminfo"
+        for path in self._cgroup_files("memory.max"):
+            limit = self.read(path)
+            if limit.isdigit() and int(limit) < least:
+                least = int(limit)
+                source = "the cgroup's memory.max"
         swap = self._meminfo("SwapFree")
-        return limit + swap, f"{source} and free swap" if swap else source
+        if swap:
+            source += " and free swap"
+        return least + swap, source
 
     def _meminfo(self, name: str) -> int:
         """Bytes; meminfo counts in KiB."""
-        found = re.search(rf"^{name}:\s*(\d+)", self.read("/proc/meminfo"), re.MULTILINE)
-        return int(found[1]) * 1024 if found else 0
+        return int(self._find(rf"^{name}:\s*(\d+)", "/proc/meminfo") or 0) * 1024
 
     def cores(self) -> int:
-        """Cores' worth of time that processes here may take: those they may run on, and the quotas of their cgroups. A
-        rented pod shows all cores of its machine and a quota."""
-        quotas = [self.read(path).split() for path in self._cgroup_files("cpu.max")]
-        cores = [int(quota[0]) / int(quota[1]) for quota in quotas if quota and quota[0] != "max"]
-        return max(1, int(min([len(os.sched_getaffinity(0)), *cores])))
+        """Cores' worth of time that processes here may take: a pod shows all of its machine and a quota."""
+        least = len(os.sched_getaffinity(0))
+        for path in self._cgroup_files("cpu.max"):
+            quota, _, period = self.read(path).partition(" ")
+            if quota.isdigit():  # else "max"
+                least = min(least, int(quota) / int(period))
+        return max(1, int(least))
 
     def threads(self, processes: int) -> int:
         """For each of so many processes its share of the cores, one at least."""
@@ -68,23 +72,25 @@ class Host:
 
     def _cgroup_files(self, name: str) -> list[Path]:
         """A file of this process's cgroup (version 2) and of those above it; a container's own shows as the root."""
-        found = re.search(r"^0::(.*)", self.read("/proc/self/cgroup"), re.MULTILINE)
-        folder = self.at("/sys/fs/cgroup" + (found[1] if found else ""))
+        own = self._find(r"^0::(.*)", "/proc/self/cgroup") or ""
+        folder = Path("/sys/fs/cgroup" + own)
         return [above / name for above in (folder, *folder.parents)]
 
     def free_disk(self, folder: str | Path) -> int:
         """Bytes that this user may still write where `folder` is, or will be made."""
         path = self.at(Path(folder).absolute())
-        stat = self.statvfs(next(above for above in (path, *path.parents) if above.exists()))
+        while not path.exists():
+            path = path.parent
+        stat = self.statvfs(path)
         return stat.f_bavail * stat.f_frsize
 
     def lockable(self) -> float:
         """Bytes that each process may lock in memory (mlock): RLIMIT_MEMLOCK; infinite with CAP_IPC_LOCK, mlock(2)."""
-        effective = re.search(r"^CapEff:\s*([0-9a-f]+)", self.read("/proc/self/status"), re.MULTILINE)
-        soft = re.search(r"^Max locked memory\s+(\d+)", self.read("/proc/self/limits"), re.MULTILINE)
-        if soft is None or (effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1):
+        soft_limit = self._find(r"^Max locked memory\s+(\d+)", "/proc/self/limits")
+        capabilities = self._find(r"^CapEff:\s*([0-9a-f]+)", "/proc/self/status") or "0"
+        if soft_limit is None or int(capabilities, 16) >> CAP_IPC_LOCK & 1:
             return math.inf
-        return int(soft[1])
+        return int(soft_limit)
 
     def compiler(self) -> str | None:
         """The C++ compiler that torch calls (torch/utils/cpp_extension.py `get_cxx_compiler`), None if missing."""
@@ -105,7 +111,9 @@ class Host:
     def cuda_release(self) -> str | None:
         """Version of the CUDA toolkit, as "13.0"; None without one. Found as torch does (cpp_extension.py)."""
         home = self.environment.get("CUDA_HOME") or self.environment.get("CUDA_PATH")
-        nvcc = Path(home, "bin/nvcc") if home else Path(self.which("nvcc") or self.at("/usr/local/cuda/bin/nvcc"))
+        nvcc = self.which("nvcc") or self.at("/usr/local/cuda/bin/nvcc")
+        if home:
+            nvcc = Path(home, "bin/nvcc")
         try:
             printed = subprocess.run([nvcc, "-V"], capture_output=True, text=True, check=True).stdout
         except (OSError, subprocess.CalledProcessError):
@@ -114,26 +122,34 @@ class Host:
         return found and found[1]
 
     def infiniband_devices(self) -> dict[str, bool]:
-        """{device of the kernel: whether its file can be opened here}. /sys shows a machine's in all of its containers;
-        libibverbs opens /dev/infiniband/uverbsN, and /sys/class/infiniband_verbs says whose file that is."""
-        found = {path.name: False for path in sorted(self.at("/sys/class/infiniband").glob("*"))}
+        """{device of the kernel: whether its file can be opened here}. /sys shows a machine's in all of its containers.
+
+        libibverbs opens /dev/infiniband/uverbsN, and /sys/class/infiniband_verbs says whose file that is.
+        """
+        devices = sorted(self.at("/sys/class/infiniband").glob("*"))
+        can_open = {device.name: False for device in devices}
         for ibdev in self.at("/sys/class/infiniband_verbs").glob("uverbs*/ibdev"):
-            if os.access(self.at(f"/dev/infiniband/{ibdev.parent.name}"), os.R_OK | os.W_OK):
-                found[ibdev.read_text().strip()] = True
-        return found
+            file = self.at(f"/dev/infiniband/{ibdev.parent.name}")
+            if os.access(file, os.R_OK | os.W_OK):
+                can_open[ibdev.read_text().strip()] = True
+        return can_open
 
     def read(self, path: str | Path) -> str:
-        """A file of the machine; empty where there is none."""
+        """Empty where there is no such file."""
         try:
-            return (self.at(path) if isinstance(path, str) else path).read_text().strip()
+            return self.at(path).read_text().strip()
         except OSError:
             return ""
+
+    def _find(self, pattern: str, path: str) -> str | None:
+        found = re.search(pattern, self.read(path), re.MULTILINE)
+        return found[1] if found else None
 
 
 # torch's allocators
 #
-# GPU memory: expandable segments grow in place, and less of what is freed stays reserved. torch tests its CUDA graphs
-# with them, too. With them it ignores NCCL_HOOK, which registers memory with NCCL (ProcessGroupNCCL.cpp).
+# GPU memory: expandable segments grow in place, and less of what is freed stays reserved. With them torch ignores
+# NCCL_HOOK, which registers memory with NCCL (ProcessGroupNCCL.cpp).
 #
 # Page-locked host memory: torch 2.13 (ATen/core/CachingHostAllocator.h `allocate`) rounds every pinned allocation up to
 # a power of two and keeps what is freed: DeepSpeed's offloaded fp32 weights of Pythia-12B on one GPU take 68.7 GB in
@@ -141,22 +157,25 @@ class Host:
 # `pinned_max_round_threshold_mb`, alone hands out blocks that are too small (pytorch/pytorch#192722).
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first of them that is set
-EXPANDABLE, NCCL_HOOK = "expandable_segments:True", "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
-PINNED_KEY, KNOWN_FROM = "pinned_max_cached_size_mb", [2, 13]  # torch 2.11: "Unrecognized key", once CUDA is used
+EXPANDABLE = "expandable_segments:True"
+NCCL_HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+PINNED_KEY = "pinned_max_cached_size_mb"
+KNOWN_FROM = [2, 13]  # torch 2.11: "Unrecognized key", once CUDA is used
 PINNED_LIMIT_MIB = 4  # a batch of a data loader stays below it, what DeepSpeed offloads above
 
 
 def set_allocator(environment: MutableMapping[str, str]) -> None:
-    """Set torch's allocators, before it is imported: GPU memory in expandable segments where nobody has set a variable
-    of ALLOCATOR, and no large pinned allocation rounded, if torch knows the key. A user's own values stay."""
-    is_free = not {*ALLOCATOR, NCCL_HOOK} & environment.keys()
+    """Set torch's allocators, before it is imported. A user's own values stay."""
     name = _allocator_variable(environment) or ALLOCATOR[0]
-    own = EXPANDABLE if is_free else environment.get(name, "")
+    value = environment.get(name, "")
+    if environment.keys().isdisjoint({*ALLOCATOR, NCCL_HOOK}):
+        value = EXPANDABLE
     release = metadata.version("torch").split(".")[:2]
-    if PINNED_KEY not in own and [int(number) for number in release] >= KNOWN_FROM:
-        own = ",".join(filter(None, (own, f"{PINNED_KEY}:{PINNED_LIMIT_MIB}")))
-    if own:
-        environment[name] = own
+    if PINNED_KEY not in value and [int(number) for number in release] >= KNOWN_FROM:
+        value += "," if value else ""
+        value += f"{PINNED_KEY}:{PINNED_LIMIT_MIB}"
+    if value:
+        environment[name] = value
 
 
 def allocator_settings(environment: Mapping[str, str]) -> str:
@@ -170,9 +189,10 @@ def _allocator_variable(environment: Mapping[str, str]) -> str | None:
 
 
 def pinned_bytes(size: int, environment: Mapping[str, str]) -> int:
-    """Bytes of host memory that a run under this environment takes for a pinned tensor of `size` bytes."""
+    """Bytes of host memory that a pinned tensor of `size` bytes takes in this environment."""
     found = re.search(rf"{PINNED_KEY}\s*:\s*(\d+)", allocator_settings(environment))
-    if size <= 1 or size > (int(found[1]) if found else PINNED_LIMIT_MIB) << 20:
+    limit_mib = int(found[1]) if found else PINNED_LIMIT_MIB
+    if size <= 1 or size > limit_mib << 20:
         return size
     return 1 << (size - 1).bit_length()
 
@@ -182,7 +202,7 @@ def pinned_bytes(size: int, environment: Mapping[str, str]) -> int:
 
 def library_versions() -> dict[str, str]:
     """{package: installed version}, Python's included."""
-    return {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
+    return {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
 
 
 def version_of(package: str) -> str:
@@ -194,7 +214,7 @@ def version_of(package: str) -> str:
 
 
 def hardware_facts(device: str) -> dict[str, Any]:
-    """What a reader needs to place the numbers: processor, cores, memory, and the accelerator if one trains."""
+    """What a reader needs to place the numbers."""
     found: dict[str, Any] = {
         "cpu": cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)),
@@ -217,15 +237,16 @@ def hardware_facts(device: str) -> dict[str, Any]:
 def peak_memory(device: str) -> dict[str, int | None]:
     """{"allocated", "reserved", "rss"}: peaks in bytes of this process; the first two null without an accelerator."""
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-    if device != "cuda":
-        return {"allocated": None, "reserved": None, "rss": rss}
-    import torch
+    peaks = {"allocated": None, "reserved": None, "rss": rss}
+    if device == "cuda":
+        import torch
 
-    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(), "rss": rss}
+        peaks["allocated"] = torch.cuda.max_memory_allocated()
+        peaks["reserved"] = torch.cuda.max_memory_reserved()
+    return peaks
 
 
 def cpu_name() -> str:
-    """As the kernel names it."""
     found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1] if found else platform.machine()
 
@@ -264,23 +285,30 @@ class Gpu(BaseModel):
     def peak_flops(self, precision: str) -> float:
         """Dense FLOP/s of matrix products in "bf16", "fp16", "fp32" or "tf32" (fp32's where the card has none)."""
         fp32 = self.fp32_tflops or self.bf16_tflops * FP32_SHARE
-        tflops = {"fp32": fp32, "tf32": self.tf32_tflops or fp32}.get(precision, self.bf16_tflops)
-        return tflops * 1e12
+        if precision == "fp32":
+            return fp32 * 1e12
+        if precision == "tf32":
+            return (self.tf32_tflops or fp32) * 1e12
+        return self.bf16_tflops * 1e12
 
 
 def gpus(extra: Path | None = None) -> dict[str, Gpu]:
     """{name: GPU}; what `extra` names is added, or takes the place of ours. Raises Refusal for a file with a fault."""
+    paths = [OWN] if extra is None else [OWN, extra]
     known = {}
-    for path in filter(None, (OWN, extra)):
+    for path in paths:
         with library_error_as_finding(f"reading {path}"):
-            for name, row in yaml.safe_load(path.read_text()).items():
-                known[str(name).lower()] = Gpu.model_validate({"name": str(name).lower()} | row)
+            for key, row in yaml.safe_load(path.read_text()).items():
+                name = str(key).lower()
+                known[name] = Gpu.model_validate({"name": name} | row)
     return known
 
 
 def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
     """The GPU of this name, or the only one whose name begins with it. Raises Refusal."""
-    found = [known[name]] if name in known else [gpu for key, gpu in known.items() if key.startswith(name.lower())]
+    if name in known:
+        return known[name]
+    found = [gpu for key, gpu in known.items() if key.startswith(name.lower())]
     if len(found) == 1:
         return found[0]
     what = f"{' and '.join(gpu.name for gpu in found)} match" if found else "unknown GPU"
@@ -288,11 +316,11 @@ def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
 
 
 def card_named(device_name: str | None) -> Gpu | None:
-    """The card that torch.cuda.get_device_name names; None where hardware.yaml does not have it."""
+    """The card that torch.cuda.get_device_name names, if hardware.yaml has it."""
     return next((gpu for gpu in gpus().values() if device_name in gpu.names), None)
 
 
 def peak_flops_of(device_name: str | None, precision: str) -> float | None:
-    """Dense FLOP/s of the card of this name; None where it is not known."""
+    """Dense FLOP/s of the card of this name, if it is known."""
     card = card_named(device_name)
     return card and card.peak_flops(precision)

@@ -22,8 +22,14 @@ def plain(text: str, style: str = "") -> Text:
 
 
 def shown(text: str) -> str:
-    """Without orders to the terminal: control characters and half surrogates are shown as Python writes them."""
-    return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Cs") and c not in "\t\n" else c for c in text)
+    """Without orders to the terminal: control characters and half surrogates as Python writes them."""
+    return "".join(_visible(character) for character in text)
+
+
+def _visible(character: str) -> str:
+    if character in "\t\n" or unicodedata.category(character) not in ("Cc", "Cs"):
+        return character
+    return repr(character)[1:-1]
 
 
 def terminal(stderr: bool = False) -> Console:
@@ -36,18 +42,23 @@ def terminal(stderr: bool = False) -> Console:
 
 @contextmanager
 def working(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Says what goes on, on stderr or `console`: a spinner on a terminal, elsewhere a line at once and every ten
-    seconds. Gives a function that says something else from then on."""
+    """Says what goes on: a spinner on a terminal, else a line at once and every ten seconds.
+
+    Gives a function that says something else from then on.
+    """
     console = console or terminal(stderr=True)
-    started, done, message = time.monotonic(), threading.Event(), deque([what], maxlen=1)
     if console.is_terminal:
         with console.status(plain(what)) as status:
             yield lambda text: status.update(plain(text))
         return
+    started = time.monotonic()
+    done = threading.Event()
+    message = deque([what], maxlen=1)
 
     def say() -> None:
         while not done.wait(10):
-            console.print(plain(f"{message[0]}: {time.monotonic() - started:.0f} s"), soft_wrap=True)
+            seconds = time.monotonic() - started
+            console.print(plain(f"{message[0]}: {seconds:.0f} s"), soft_wrap=True)
 
     console.print(plain(what), soft_wrap=True)
     threading.Thread(target=say, daemon=True).start()
@@ -65,12 +76,14 @@ class Column(NamedTuple):
 
 
 def print_columns(named: list[Column], others: list[Column], rows: Sequence[Row], console: Console) -> None:
-    """Any rows under any columns, in as few tables as fit into the terminal; each begins with the `named` ones."""
+    """In as few tables as fit into the terminal; each begins with the `named` columns."""
     taken = len(others)
+    table = _table(named, others, rows)
     wide = console.options.update(max_width=10_000)
-    while taken > 1 and console.measure(_table(named, others[:taken], rows), options=wide).maximum > console.width:
+    while taken > 1 and console.measure(table, options=wide).maximum > console.width:
         taken -= 1
-    console.print(_table(named, others[:taken], rows), "")
+        table = _table(named, others[:taken], rows)
+    console.print(table, "")
     if taken < len(others):
         print_columns(named, others[taken:], rows, console)
 
@@ -81,7 +94,7 @@ def _table(named: list[Column], others: list[Column], rows: Sequence[Row]) -> Ta
         justify = "left" if number < len(named) else "right"
         table.add_column(plain(column.header), justify=justify, vertical="middle", no_wrap=True)
     for row in rows:
-        table.add_row(*(plain(column.cell(row)) for column in named + others))
+        table.add_row(*[plain(column.cell(row)) for column in named + others])
     return table
 
 

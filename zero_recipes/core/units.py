@@ -1,7 +1,7 @@
 """Numbers as people read them: the one place where bytes and seconds become text.
 
-Sizes are decimal (1 GB = 10^9 bytes), as disks, links and DeepSpeed's documentation count, and always carry their unit.
-A GPU's own name ("H100 80GB") is a name: its memory is 81559 MiB by nvidia-smi, 85.5 GB here.
+Sizes are decimal (1 GB = 10^9 bytes), as disks, links and DeepSpeed's documentation count. A GPU's own name ("H100
+80GB") is a name: its memory is 81559 MiB by nvidia-smi, 85.5 GB here.
 """
 
 import math
@@ -22,23 +22,34 @@ def size(number_of_bytes: float | None) -> str:
         return ""
     name, one = unit_of(number_of_bytes)
     number = number_of_bytes / one
-    return f"{significant(number) if abs(number) >= 1 else f'{number:.2f}'.rstrip('0').rstrip('.')} {name}"
+    if abs(number) >= 1:
+        return f"{significant(number)} {name}"
+    return f"{number:.2f}".rstrip("0").rstrip(".") + f" {name}"
 
 
 def duration(seconds: float) -> str:
     """17 ms, 0.43 s, 12.3 s, 95 s, 3 min 34 s, 2 h 5 min, 4 days 3 h."""
     if seconds < 0.0995:
         return f"{1000 * seconds:.0f} ms"
+    if seconds < 0.995:
+        return f"{seconds:.2f} s"
+    if seconds < 20:
+        return f"{seconds:.1f} s"
     if seconds < 120:
-        return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 20 else 0}f} s"
-    (large, one), (small, other) = next(pair for pair in pairwise(TIMES) if seconds >= 1.5 * pair[0][1])
+        return f"{seconds:.0f} s"
+    large_and_small = next(pair for pair in pairwise(TIMES) if seconds >= 1.5 * pair[0][1])
+    (large, one), (small, other) = large_and_small
     units, rest = divmod(round(seconds / other), one // other)
-    return f"{units} {large}" + (f" {rest} {small}" if rest else "")
+    return f"{units} {large} {rest} {small}" if rest else f"{units} {large}"
 
 
 def money(value: float) -> str:
     """In the currency of the price: 1,250, 12.35, 0.043, <0.001."""
-    return "<0.001" if 0 < value < 0.0005 else f"{value:,.{0 if value >= 1000 else 2 if value >= 0.1 else 3}f}"
+    if value >= 1000:
+        return f"{value:,.0f}"
+    if value >= 0.1:
+        return f"{value:,.2f}"
+    return "<0.001" if 0 < value < 0.0005 else f"{value:,.3f}"
 
 
 def significant(value: float) -> str:

@@ -1,12 +1,10 @@
 """What the ZeRO paper says each stage costs, as small pure functions.
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-arXiv:1910.02054. Section 3.1 counts the bytes of mixed-precision Adam, section 5 gives the bytes per GPU
-of the three stages, section 7 the communication volume.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054: section
+3.1 counts the bytes of mixed-precision Adam, 5 the bytes per GPU of the three stages, 7 the communication volume.
 
-Symbols: Ψ is the number of parameters, N the number of data-parallel ranks, Φ the size of one full set of
-trainable parameters (as elements in the paper; as bytes wherever this package multiplies it out).
-Bytes come back as floats because Ψ/N need not be whole.
+Ψ is the number of parameters, N the number of data-parallel ranks, Φ the size of one full set of trainable parameters
+(as elements in the paper; as bytes wherever this package multiplies it out). Bytes are floats: Ψ/N need not be whole.
 """
 
 from collections.abc import Mapping
@@ -42,11 +40,11 @@ def model_state_bytes(
 ) -> ModelState:
     """Bytes per GPU of Adam; in mixed precision stage 0 16Ψ, 1 4Ψ+12Ψ/N, 2 2Ψ+14Ψ/N, 3 16Ψ/N (sections 5.1 to 5.3).
 
-    The optimizer is divided by N from stage 1, gradients from 2, parameters from 3. `trainable` (default: all
-    parameters) is for runs with frozen weights, which own no gradient and no optimizer state; the paper has no such
-    case. `each`: bytes of one parameter.
+    `trainable` (default: all): frozen weights own no gradient and no optimizer state; the paper has no such case.
+    `each`: bytes of one parameter.
     """
-    trainable = parameters if trainable is None else trainable
+    if trainable is None:
+        trainable = parameters
     return ModelState(
         params=each.params * parameters / (world_size if zero_stage >= 3 else 1),
         grads=each.grads * trainable / (world_size if zero_stage >= 2 else 1),
@@ -55,9 +53,12 @@ def model_state_bytes(
 
 
 def communication_units(zero_stage: int) -> int:
-    """Volume one rank moves per step in units of Φ: 2, 2, 2, 3 for stages 0 to 3. arXiv:1910.02054, section 7. An
-    all-reduce is a reduce-scatter plus an all-gather and so counts 2Φ (section 7.1). Stages 1 and 2 replace it by these
-    two halves (7.2.1); stage 3 gathers the parameters once more for the backward pass (7.2.2)."""
+    """Volume one rank moves per step in units of Φ: 2, 2, 2, 3 for stages 0 to 3 (section 7).
+
+    An all-reduce is a reduce-scatter plus an all-gather and so counts 2Φ (7.1).
+    Stages 1 and 2 replace it by these two halves (7.2.1).
+    Stage 3 gathers the parameters once more for the backward pass (7.2.2).
+    """
     return 3 if zero_stage == 3 else 2
 
 
@@ -65,15 +66,19 @@ def plus_plus_units(hpz: bool, qwz: bool, qgz: bool) -> float:
     """Volume between nodes per step in units of Φ under ZeRO++: 3 without it, 0.75 with all of it.
 
     Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv:2306.10209,
-    section 3: qwZ gathers int8 instead of 16 bits (0.5); hpZ keeps the backward gather inside the node (0); qgZ reduces
-    int4 (0.25). The paper adds up all three, and says of qwZ the gather of forward; without hpZ DeepSpeed quantises
-    that of backward too (0.5 + 0.5). For one node, all its ranks together.
+    section 3: qwZ gathers int8 instead of 16 bits (0.5), hpZ keeps the backward gather inside the node (0), and qgZ
+    reduces int4 (0.25). The paper adds up all three, and says of qwZ the gather of forward; without hpZ DeepSpeed
+    quantises that of backward too (0.5 + 0.5). For one node, all its ranks together.
     """
-    gather = 0.5 if qwz else 1.0
-    return gather + (0 if hpz else gather) + (0.25 if qgz else 1.0)
+    forward = 0.5 if qwz else 1.0
+    backward = 0.0 if hpz else forward
+    reduction = 0.25 if qgz else 1.0
+    return forward + backward + reduction
 
 
 def paper_volume(bytes_by_collective: Mapping[str, int]) -> int:
-    """Bytes moved in the paper's sense: an all-reduce twice, every other collective once (section 7.1). Takes, for each
-    collective, the bytes of the full unsharded tensors that went through it."""
+    """Bytes moved in the paper's sense: an all-reduce twice, every other collective once (section 7.1).
+
+    `bytes_by_collective`: of the full unsharded tensors that went through it.
+    """
     return sum(2 * size if name.startswith("all_reduce") else size for name, size in bytes_by_collective.items())

@@ -5,16 +5,16 @@ row say. White space is left out on both sides: templates trim it, and tokenizer
 """
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import chain
 from typing import Any, NamedTuple
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.data.audit import MAX_BAD_ROW_SHARE
+from zero_recipes.data.audit import MAX_BAD_ROW_SHARE, decoded_parts
 from zero_recipes.data.forms import Row
-from zero_recipes.data.masks import NO_LOSS, Chat
+from zero_recipes.data.masks import Chat
 
 COMPARED_ROWS = 2000  # of a split, spread over all of it
 COMPARED_PROMPTS = 250  # they are tokenized again, which takes longer
@@ -39,40 +39,45 @@ class Tokens(NamedTuple):
 
 
 def as_written_findings(
-    rows: Dataset, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, split: str
+    rows: Dataset, tokenised: Dataset, tokenizer: Tokenizer, training_args, split: str
 ) -> Iterator[Finding]:
-    """What the tokens of these rows, tokenized whole, do not show of their texts. At most three findings."""
+    """What the tokens, whole, do not show of the rows' texts. At most three findings."""
     if "input_ids" in rows.column_names:
         return
     numbers = _spread(len(rows), COMPARED_ROWS)
     tokens = tokenised.select_columns(["input_ids", "labels"]).select(numbers)
-    wrong_loss: dict[int, str] = {}
-    lost: dict[int, Text] = {}
-    other_prompts: dict[int, str] = {}
+    wrong_loss: list[tuple[int, str]] = []
+    lost: list[tuple[int, Text]] = []
     for number, row, trained in zip(numbers, rows.select(numbers), tokens, strict=True):
         fault = _fault(_texts(row, training_args), _decoded(trained, tokenizer), tokenizer)
         if isinstance(fault, str):
-            wrong_loss[number] = fault
+            wrong_loss.append((number, fault))
         elif fault is not None:
-            lost[number] = fault
-    prompts = _spread(len(rows), COMPARED_PROMPTS)
-    for number in prompts:
+            lost.append((number, fault))
+    compared = {"rows": len(numbers), "split": split}
+    if wrong_loss:
+        row, fault = wrong_loss[0]
+        yield finding("ZR527", count=len(wrong_loss), row=row, fault=fault, **compared)
+    if lost:
+        trained = [(number, text) for number, text in lost if text.has_loss]
+        row, text = (trained or lost)[0]
+        level = "error" if trained else "warning"
+        words = text.text.strip()[:80]
+        yield finding("ZR528", level=level, count=len(lost), row=row, name=text.name, text=words, **compared)
+    yield from _prompt_findings(rows, tokenised, tokenizer, split)
+
+
+def _prompt_findings(rows: Dataset, tokenised: Dataset, tokenizer, split: str) -> Iterator[Finding]:
+    """At most one: prompts that a model will be asked otherwise than it is trained on them."""
+    numbers = _spread(len(rows), COMPARED_PROMPTS)
+    others: list[tuple[int, str]] = []
+    for number in numbers:
         end = _other_prompt(rows[number], tokenised[number]["input_ids"], tokenizer)
         if end is not None:
-            other_prompts[number] = end
-    counts = {"rows": len(numbers), "split": split}
-    if wrong_loss:
-        row, fault = next(iter(wrong_loss.items()))
-        yield finding("ZR527", count=len(wrong_loss), row=row, fault=fault, **counts)
-    if lost:
-        trained = {row: text for row, text in lost.items() if text.has_loss}
-        row, text = next(iter((trained or lost).items()))
-        level = "error" if trained else "warning"
-        shown = text.text.strip()[:80]
-        yield finding("ZR528", level=level, count=len(lost), row=row, name=text.name, text=shown, **counts)
-    if len(other_prompts) > max(1, MAX_BAD_ROW_SHARE * len(prompts)):  # few may end inside a token
-        row, end = next(iter(other_prompts.items()))
-        yield finding("ZR529", count=len(other_prompts), rows=len(prompts), split=split, row=row, end=end)
+            others.append((number, end))
+    if len(others) > max(1, MAX_BAD_ROW_SHARE * len(numbers)):  # few may end inside a token
+        row, end = others[0]
+        yield finding("ZR529", count=len(others), rows=len(numbers), split=split, row=row, end=end)
 
 
 def _spread(count: int, most: int) -> range:
@@ -81,7 +86,7 @@ def _spread(count: int, most: int) -> range:
 
 
 def _texts(row: Row, training_args) -> list[Text]:
-    """The texts of a converted row, in their order, with what the recipe and the row say of their loss."""
+    """Of a converted row, in their order, with what the recipe and the row say of their loss."""
     on_prompt = training_args.completion_only_loss is False
     if isinstance(row.get("messages"), list):
         return _turns(row["messages"], len(row["messages"]), True, training_args)
@@ -108,12 +113,11 @@ def _turns(messages: list[Row], prompt_turns: int, on_prompt: bool, training_arg
     return texts
 
 
-def _decoded(row: Row, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def _decoded(row: Row, tokenizer: Tokenizer) -> Tokens:
     text = ""
     losses = b""
-    pairs = zip(row["input_ids"], row["labels"], strict=True)
-    for has_loss, part in groupby(pairs, lambda pair: pair[1] != NO_LOSS):
-        words = _without_spaces(tokenizer.decode([token for token, _ in part]))
+    for part, has_loss in decoded_parts(row, tokenizer):
+        words = _without_spaces(part)
         text += words
         losses += bytes([has_loss]) * len(words)
     return Tokens(text, losses)
@@ -123,7 +127,7 @@ def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def _fault(texts: list[Text], tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> str | Text | None:
+def _fault(texts: list[Text], tokens: Tokens, tokenizer: Tokenizer) -> str | Text | None:
     """In words, the first text whose loss is not what it should be; else the first Text that is not there."""
     lost = None
     cursor = 0
@@ -132,7 +136,7 @@ def _fault(texts: list[Text], tokens: Tokens, tokenizer: PreTrainedTokenizerBase
         if found is None:
             lost = lost or text
         elif not found:
-            return f"{text.name} has {'no loss on all of it' if text.has_loss else 'a loss'}"
+            return f"{text.name} has no loss on all of it" if text.has_loss else f"{text.name} has a loss"
         else:
             cursor = where
     return lost
@@ -161,11 +165,11 @@ def _has_its_loss(text: Text, losses: bytes) -> bool:
     return 1 not in certain
 
 
-def _spellings(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """How a text may stand in decoded tokens: as it is; as the tokenizer spells it (some change Unicode's forms); as an
-    earlier turn without its thoughts."""
+def _spellings(text: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """As it is; as the tokenizer spells it (some change Unicode's forms); as an earlier turn without its thoughts."""
     yield _without_spaces(text)
-    again = _without_spaces(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    again = _without_spaces(tokenizer.decode(ids))
     unknown = tokenizer.unk_token
     if unknown is None or again.count(unknown) == text.count(unknown):
         yield again
@@ -173,24 +177,23 @@ def _spellings(text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         yield _without_spaces(text.rpartition(END_OF_THOUGHT)[2])
 
 
-def _other_prompt(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The end of the prompt as the model will be asked, where the row's tokens begin otherwise; None where they are the
-    same, or where the row has no last answer. TRL 1.16 warns of it while it tokenizes."""
-    chat = None
-    if isinstance(row.get("messages"), list):
-        if row["messages"][-1]["role"] != "assistant" or len(row["messages"]) == 1:
+def _other_prompt(row: Row, ids: list[int], tokenizer: Tokenizer) -> str | None:
+    """The end of the prompt as the model will be asked, where the row's tokens begin otherwise.
+
+    None where they are the same, or where the row has no last answer. TRL 1.16 warns of it while it tokenizes.
+    """
+    messages = row.get("messages")
+    prompt = row.get("prompt")
+    if isinstance(messages, list):
+        if messages[-1]["role"] != "assistant" or len(messages) == 1:
             return None
-        chat = Chat.of_row(row, tokenizer)
-        messages = chat.messages[:-1]
-    elif isinstance(row.get("prompt"), list):
-        chat = Chat.of_row(row, tokenizer)
-        messages = row["prompt"]
+        asked = _asked(row, messages[:-1], tokenizer)
+    elif isinstance(prompt, list):
+        asked = _asked(row, prompt, tokenizer)
     elif "prompt" not in row:
         return None
-    if chat is not None:
-        asked = tokenizer(chat.render(messages, to_answer=True), add_special_tokens=False)["input_ids"]
     else:
-        asked = tokenizer(row["prompt"])["input_ids"]
+        asked = tokenizer(prompt)["input_ids"]
         if asked and asked[-1] == tokenizer.eos_token_id:
             asked = asked[:-1]
         if len(asked) > 1 and asked[0] == asked[1] == tokenizer.bos_token_id:
@@ -201,16 +204,22 @@ def _other_prompt(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) 
     return None if same == len(asked) else tokenizer.decode(asked[same:])
 
 
-def unread_by_template(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Keys of turns, and the column `tools`, that the chat template does not mention; of the rows that are compared."""
+def _asked(row: Row, messages: list[Row], tokenizer: Tokenizer) -> list[int]:
+    text = Chat.of_row(row, tokenizer).render(messages, to_answer=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def unread_by_template(rows: Dataset, tokenizer: Tokenizer) -> list[str]:
+    """Keys of the compared rows' turns, and the column `tools`, that the chat template does not mention."""
     template: Any = tokenizer.chat_template or ""
     if not isinstance(template, str):  # several by name
         template = " ".join(template.values())
-    found = {name: None for name in rows.column_names if name == "tools"}
+    names = ["tools"] if "tools" in rows.column_names else []
     compared = rows.select(_spread(len(rows), COMPARED_ROWS))
     for column in ("messages", "prompt", "completion"):
         if column in rows.column_names:
             for turns in compared[column]:
                 if isinstance(turns, list):
-                    found |= {name: None for turn in turns for name in turn}
-    return [name for name in found if name != "weight" and name not in template]
+                    names += chain.from_iterable(turns)
+    distinct = dict.fromkeys(names)
+    return [name for name in distinct if name != "weight" and name not in template]

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.core.findings import Finding, finding, refusal
 from zero_recipes.core.tables import plain
@@ -46,60 +46,64 @@ class Audit:
         )
 
 
-def audit(
-    rows: Dataset, tokenised: Dataset, ready: Dataset, tokenizer: PreTrainedTokenizerBase, training_args
-) -> Audit:
-    """Count one split: `rows` as loaded, `tokenised` whole, `ready` as trained on (truncated, packed, dropped)."""
-    longest, whole, supervised, ended = training_args.max_length, [], [], []
+def audit(rows: Dataset, tokenised: Dataset, ready: Dataset, tokenizer: Tokenizer, training_args) -> Audit:
+    """`rows` as loaded, `tokenised` whole, `ready` as trained on (truncated, packed, dropped)."""
+    batches = []
     for ids, labels, lengths in token_batches(tokenised):
-        ends = np.cumsum(lengths)
-        before = np.concatenate([[0], np.cumsum(labels != -100)])  # reduceat is wrong for empty rows
-        supervised.append(before[ends] - before[ends - lengths])
-        ended.append(_learns_to_end(ids, labels, ends, tokenizer.eos_token_id))
-        whole.append(lengths)
-    whole, supervised, ended = map(np.concatenate, (whole, supervised, ended))
-    fits = np.full(len(whole), True) if longest is None else whole <= longest
-    packed = training_args.packing
-    dropped = int((~fits).sum()) if drops_long_rows(training_args) else 0
+        ended = _learns_to_end(ids, labels, np.cumsum(lengths), tokenizer.eos_token_id)
+        batches.append([lengths, supervised_tokens(labels, lengths), ended])
+    lengths, supervised, ended = map(np.concatenate, zip(*batches, strict=True))
+    fits = np.full(len(lengths), True)
+    if training_args.max_length is not None:
+        fits = lengths <= training_args.max_length
+    truncated = int((~fits).sum())
+    dropped = len(lengths) - len(ready)
+    if training_args.packing:
+        dropped = truncated if drops_long_rows(training_args) else 0
     return Audit(
-        rows=len(whole),
-        truncated=int((~fits).sum()),
-        dropped=dropped if packed else len(whole) - len(ready),
+        rows=len(lengths),
+        truncated=truncated,
+        dropped=dropped,
         without_supervision=np.flatnonzero(supervised == 0).tolist(),
         tokens=int(row_lengths(ready).sum()),
-        supervised=_supervised(ready, packed and "seq_lengths" in ready.column_names),
-        longest=int(whole.max()),
+        supervised=_supervised(ready, training_args.packing),
+        longest=int(lengths.max()),
         unsupervised_ends=int((fits & ~ended).sum()),
         empty=_empty_answers(rows, training_args.dataset_text_field),
     )
+
+
+def supervised_tokens(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """How many tokens of each row have a loss; shapes (tokens,), (rows,), (rows,)."""
+    ends = np.cumsum(lengths)
+    before = np.concatenate([[0], np.cumsum(labels != -100)])  # reduceat is wrong for empty rows
+    return before[ends] - before[ends - lengths]
 
 
 def drops_long_rows(training_args) -> bool:
     return getattr(training_args, "long_rows", None) == "drop" and training_args.max_length is not None
 
 
+def skips_preparation(args) -> bool:
+    """Whether the rows are token ids that nothing may change."""
+    return bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
+
+
 # what the rows say, before they are tokens
 
 
-def refuse_broken_tokens(rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> None:
-    """Refuse token ids and masks that do not fit, which train otherwise without a message. Raises Refusal with the
-    row."""
+def refuse_broken_tokens(rows: Dataset, tokenizer: Tokenizer, split: str) -> None:
+    """Refuse token ids and masks that do not fit, which train otherwise without a message."""
     if "input_ids" in rows.column_names:
-        for row, name, fault in _token_faults(rows, 1 + max(tokenizer.get_vocab().values())):
+        for row, name, fault in _token_faults(rows, max(tokenizer.get_vocab().values())):
             raise refusal("ZR525", row=row, split=split, name=name, fault=fault)
 
 
-def _columns_read(rows: Dataset, text_field: str) -> tuple[str, ...]:
-    """The columns that TRL makes tokens of."""
-    kinds = (("prompt", "completion"), ("messages",), (text_field,))
-    return next((kind for kind in kinds if {*kind} <= {*rows.column_names}), ())
-
-
-def _token_faults(rows: Dataset, vocabulary: int) -> Iterator[tuple[int, str, str]]:
-    """(row, column, what is wrong). `vocabulary`: one more than the tokenizer's largest id."""
+def _token_faults(rows: Dataset, largest_id: int) -> Iterator[tuple[int, str, str]]:
     names = [name for name in TOKEN_COLUMNS if name in rows.column_names]
     for name in names:
-        if not is_of_integers(kind := rows.data.schema.field(name).type):
+        kind = rows.data.schema.field(name).type
+        if not is_of_integers(kind):
             yield 0, name, f"is of the type {kind}"
     start = 0
     for table in tables(rows, names):
@@ -108,10 +112,13 @@ def _token_faults(rows: Dataset, vocabulary: int) -> Iterator[tuple[int, str, st
             values, entries = flat(table[name])
             for row in np.flatnonzero((entries != lengths) | (lengths == 0)):
                 yield start + row, name, f"has {entries[row]} entries for {lengths[row]} tokens"
-            known = (values >= 0) & (values < vocabulary) | ((values == -100) & (name == "labels"))
-            for at in np.flatnonzero(~known) if name in ("input_ids", "labels") else ():
-                row = start + int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-                yield row, name, f"holds {values[at]}; the tokenizer's IDs go from 0 to {vocabulary - 1}"
+            if name in ("input_ids", "labels"):
+                is_unknown = (values < 0) | (values > largest_id)
+                if name == "labels":
+                    is_unknown &= values != -100
+                for at in np.flatnonzero(is_unknown):
+                    row = start + int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+                    yield row, name, f"holds {values[at]}; the tokenizer's IDs go from 0 to {largest_id}"
         start += len(lengths)
 
 
@@ -120,49 +127,60 @@ def is_of_integers(kind: pa.DataType) -> bool:
 
 
 def _empty_answers(rows: Dataset, text_field: str) -> list[int]:
-    """Numbers of the rows whose answers, or of plain texts whose text, are blank; none where the rows are token ids."""
-    read = _columns_read(rows, text_field)
-    if not read or "input_ids" in rows.column_names:
+    """Numbers of the rows whose answers, or whose plain text, are blank; none where the rows are token ids."""
+    if "input_ids" in rows.column_names:
         return []
-    return [number for number, value in enumerate(rows[read[-1]]) if _is_empty(value, anyone=read[-1] == "completion")]
+    for column in ("completion", "messages", text_field):
+        if column in rows.column_names:
+            anyone = column == "completion"
+            return [number for number, value in enumerate(rows[column]) if _is_empty(value, anyone)]
+    return []
 
 
 def _is_empty(value: str | list[dict[str, Any]], anyone: bool) -> bool:
+    """Whether a text, or every message of an assistant or of `anyone`, is blank."""
     if isinstance(value, str):
         return not value.strip()
-    turns = [turn for turn in value if anyone or turn["role"] == "assistant"]
-    return not any(str(turn.get("content") or turn.get("tool_calls") or "").strip() for turn in turns)
+    for turn in value:
+        if anyone or turn["role"] == "assistant":
+            content = turn.get("content") or turn.get("tool_calls") or ""
+            if str(content).strip():
+                return False
+    return True
 
 
 def audit_findings(
-    found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, split: str = "the data"
+    found: Audit, rows: Dataset, tokenizer: Tokenizer, training_args, split: str = "the data"
 ) -> Iterator[Finding]:
-    """What is wrong with a split's data."""
     if found.empty:  # so many that they cannot be slips are an error; blank lines between texts are usual
         has_answers = not {"completion", "messages"}.isdisjoint(rows.column_names)
         most = (MAX_BAD_ROW_SHARE if has_answers else 1) * found.rows
-        level, count = "error" if len(found.empty) >= most else "warning", len(found.empty)
+        count = len(found.empty)
+        level = "error" if count >= most else "warning"
         yield finding("ZR533", level=level, count=count, rows=found.rows, split=split, row=found.empty[0])
-    longest, skips = training_args.max_length, (training_args.dataset_kwargs or {}).get("skip_prepare_dataset")
-    splitting = training_args.packing and training_args.packing_strategy in SPLITTING
-    cuts = longest is not None and not skips and not splitting and not drops_long_rows(training_args)
     if found.without_supervision:
-        row = found.without_supervision[0]
-        count, text = len(found.without_supervision), str(rows[row])[:200]
-        yield finding("ZR512", count=count, split=split, row=row, text=text)
+        row, *others = found.without_supervision
+        yield finding("ZR512", count=1 + len(others), split=split, row=row, text=str(rows[row])[:200])
     elif not found.supervised:
-        yield finding("ZR513", split=split, max_length=longest)
-    elif cuts and found.truncated > max(1, MAX_BAD_ROW_SHARE * found.rows):
-        counts = {"rows": found.rows, "truncated": found.truncated, "dropped": found.dropped}
-        holds = {"holding": holding(found.longest), "longest": found.longest}
-        yield finding("ZR553", max_length=longest, split=split, **counts, **holds)
+        yield finding("ZR513", split=split, max_length=training_args.max_length)
+    elif _cuts_long_rows(training_args) and found.truncated > max(1, MAX_BAD_ROW_SHARE * found.rows):
+        counts = {"rows": found.rows, "truncated": found.truncated, "dropped": found.dropped, "longest": found.longest}
+        limit = training_args.max_length
+        yield finding("ZR553", max_length=limit, split=split, holding=holding(found.longest), **counts)
     if found.unsupervised_ends:
-        count = found.unsupervised_ends
-        yield finding("ZR514", count=count, split=split, eos_token=tokenizer.eos_token)
+        yield finding("ZR514", count=found.unsupervised_ends, split=split, eos_token=tokenizer.eos_token)
+
+
+def _cuts_long_rows(training_args) -> bool:
+    if training_args.packing and training_args.packing_strategy in SPLITTING:
+        return False
+    if drops_long_rows(training_args) or skips_preparation(training_args):
+        return False
+    return training_args.max_length is not None
 
 
 def holding(tokens: int) -> int:
-    """The least max_length that holds rows of so many tokens: a multiple of 64, as tiles of GPUs are."""
+    """The least max_length for rows of so many tokens: a multiple of 64, as tiles of GPUs are."""
     return -(-tokens // 64) * 64
 
 
@@ -175,15 +193,20 @@ def overlap_findings(training: Dataset, evaluation: Dataset, split: str) -> Iter
         yield finding("ZR538", count=len(same), rows=len(evaluation), split=split, row=same[0])
 
 
-def shown_rows(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, list[tuple[str, bool]]]]:
+def shown_rows(tokenised: Dataset, tokenizer: Tokenizer) -> list[tuple[int, list[tuple[str, bool]]]]:
     """Three rows as (number, [(text, whether it carries loss)])."""
     found = []
     for number in sorted({0, len(tokenised) // 2, len(tokenised) - 1}):
-        row = tokenised[number]
-        pairs = zip(row["input_ids"], row.get("labels", row["input_ids"]), strict=True)
-        parts = ((list(part), carries) for carries, part in groupby(pairs, lambda pair: pair[1] != -100))
-        found.append((number, [(tokenizer.decode([token for token, _ in part]), carries) for part, carries in parts]))
+        found.append((number, list(decoded_parts(tokenised[number], tokenizer))))
     return found
+
+
+def decoded_parts(row: dict[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    """(text, whether it carries loss) of a tokenised row, part after part."""
+    pairs = zip(row["input_ids"], row.get("labels", row["input_ids"]), strict=True)
+    for carries, part in groupby(pairs, lambda pair: pair[1] != -100):
+        ids = [token for token, _ in part]
+        yield tokenizer.decode(ids), carries
 
 
 def show_rows(rows: list, console: Console, longest: int | None = None) -> None:
@@ -192,7 +215,8 @@ def show_rows(rows: list, console: Console, longest: int | None = None) -> None:
     for number, parts in rows:
         text = plain(f"row {number}: ", style="bold")
         for words, carries in parts:
-            words = words if coloured or not carries else f"⟦{words}⟧"
+            if carries and not coloured:
+                words = f"⟦{words}⟧"
             text.append(plain(words, style="bold green" if carries else "dim"))
         if longest is not None and len(text) > longest:
             text = text[:longest].append(" …")
@@ -201,9 +225,11 @@ def show_rows(rows: list, console: Console, longest: int | None = None) -> None:
 
 def token_batches(rows: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(ids, labels or else ids, lengths) of BATCH rows after the other: shapes (tokens,), (tokens,), (rows,)."""
-    for table in tables(rows, [name for name in ("input_ids", "labels") if name in rows.column_names]):
+    names = [name for name in ("input_ids", "labels") if name in rows.column_names]
+    for table in tables(rows, names):
         ids, lengths = flat(table["input_ids"])
-        yield ids, ids if "labels" not in table.column_names else flat(table["labels"])[0], lengths
+        labels = flat(table["labels"])[0] if "labels" in names else ids
+        yield ids, labels, lengths
 
 
 def tables(rows: Dataset, columns: list[str]) -> Iterator[pa.Table]:
@@ -213,8 +239,10 @@ def tables(rows: Dataset, columns: list[str]) -> Iterator[pa.Table]:
 
 def row_lengths(rows: Dataset) -> np.ndarray:
     """Tokens of each row, shape (rows,). Reads offsets only."""
-    parts = [_lengths(table["input_ids"].combine_chunks()) for table in tables(rows, ["input_ids"])]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    batches = [np.zeros(0, dtype=np.int64)]
+    for table in tables(rows, ["input_ids"]):
+        batches.append(_lengths(table["input_ids"].combine_chunks()))
+    return np.concatenate(batches)
 
 
 def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
@@ -239,16 +267,20 @@ def _learns_to_end(ids: np.ndarray, labels: np.ndarray, ends: np.ndarray, eos_to
 
 def _ids_as_bytes(rows: Dataset) -> Iterator[bytes]:
     for ids, _, lengths in token_batches(rows.select_columns(["input_ids"])):
-        yield from (row.tobytes() for row in np.split(ids.astype(np.int64), np.cumsum(lengths)[:-1]))
+        for row in np.split(ids.astype(np.int64), np.cumsum(lengths)[:-1]):
+            yield row.tobytes()
 
 
 def _supervised(ready: Dataset, packed: bool) -> int:
     """Tokens that a loss is computed for: the first token of a row, or of each packed row, is never predicted."""
+    packs = None
+    if packed and "seq_lengths" in ready.column_names:
+        packs = tables(ready, ["seq_lengths"])
     total = 0
-    parts = tables(ready, ["seq_lengths"]) if packed else None
     for _, labels, lengths in token_batches(ready):
+        if packs is not None:
+            lengths, _ = flat(next(packs)["seq_lengths"])
         carries = labels != -100
-        lengths = lengths if parts is None else flat(next(parts)["seq_lengths"])[0]
         firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
         total += int(carries.sum() - carries[firsts].sum())
     return total

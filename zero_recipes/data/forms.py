@@ -5,7 +5,7 @@ nulls, role names and weights count, and a row that does not fit is named. TRL 1
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from datasets import Dataset, Features, IterableDataset, Json, List, Value
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding, library_error_as_finding, refusal
-from zero_recipes.data.audit import TOKEN_COLUMNS
+from zero_recipes.data.audit import TOKEN_COLUMNS, skips_preparation
 
 Rows = Dataset | IterableDataset
 Row = dict[str, Any]
@@ -27,13 +27,16 @@ TURNS = List(Json())
 
 
 class Form(NamedTuple):
-    """What the columns are, in words, and how a row is converted; None where TRL takes it as it is."""
+    """What the columns are, and how a row is converted; None where TRL takes it as it is."""
 
     description: str
     used: frozenset[str]  # columns of the data
     convert: Callable[[Row], Row] | None = None
     turns: tuple[str, ...] = ()  # columns of messages that `convert` makes, which a chat template writes
     example: Row | None = None  # the first row, converted
+
+
+TOKEN_IDS = Form("input_ids, as they are", frozenset(TOKEN_COLUMNS))
 
 
 class RowError(TypeError):
@@ -57,7 +60,7 @@ def row_errors_as_findings(split: str) -> Iterator[None]:
 def column_kinds(rows: Rows) -> dict[str, str]:
     """{column: "text", "null", "turns", "list", or the datasets library's name of another type}.
 
-    Of a Dataset by the types of all rows; of a stream by those that it declares, else by its first rows.
+    By the types of all rows; of a stream by those that it declares, else by its first rows.
     """
     features = rows.features
     if features is None:
@@ -65,92 +68,87 @@ def column_kinds(rows: Rows) -> dict[str, str]:
         features = Dataset.from_list(first_rows, on_mixed_types="use_json").features
     kinds = {}
     for name, feature in features.items():
-        if isinstance(feature, Value):
-            kinds[name] = _kind_of_value(feature)
-        else:
+        if not isinstance(feature, Value):
             kinds[name] = _kind_of_nested(rows, name, feature)
+        elif feature.dtype in ("string", "large_string"):
+            kinds[name] = "text"
+        else:
+            kinds[name] = feature.dtype
     return kinds
-
-
-def _kind_of_value(feature: Value) -> str:
-    if feature.dtype in ("string", "large_string"):
-        return "text"
-    return feature.dtype
 
 
 def _kind_of_nested(rows: Rows, name: str, feature: Any) -> str:
     """Of lists, structs and JSON: the values say, not the type."""
-    values = [value for value in _first_values(rows, name) if value is not None]
-    if any(isinstance(value, list) and any(map(_is_turn, value)) for value in values):
-        return "turns"
-    if any(isinstance(value, list) for value in values):
-        return "list"
-    if any(isinstance(value, str) for value in values):
-        return "text"
-    return "null" if not values else type(feature).__name__
+    kinds = {_kind_of_value(row.get(name), feature) for row in rows.take(INFORMATIVE_ROWS)}
+    for kind in ("turns", "list", "text", type(feature).__name__):
+        if kind in kinds:
+            return kind
+    return "null"
 
 
-def _first_values(rows: Rows, name: str) -> Iterable[Any]:
-    if isinstance(rows, Dataset):
-        return rows.select(range(min(len(rows), INFORMATIVE_ROWS)))[name]
-    return [row.get(name) for row in rows.take(INFORMATIVE_ROWS)]
+def _kind_of_value(value: Any, feature: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return "turns" if any(map(_is_turn, value)) else "list"
+    return "text" if isinstance(value, str) else type(feature).__name__
 
 
 def _is_turn(value: Any) -> bool:
     if not isinstance(value, Mapping):
         return False
-    return all(any(name in value for name in tables()[key]) for key in ("speaker", "text"))
+    return not value.keys().isdisjoint(tables()["speaker"]) and not value.keys().isdisjoint(tables()["text"])
 
 
 # which form it is
 
 
 def recognise(kinds: Mapping[str, str], settings: Settings, dataset_format: str | None) -> Form | None:
-    """The form of rows with columns of these `kinds`; None where the recipe trains on nothing that is there."""
+    """The form of rows with such columns; None where the recipe trains on nothing that is there."""
     if dataset_format in ("alpaca", "alpaca_chat"):
-        if not kinds.keys() >= {*ALPACA_COLUMNS}:
-            return None
-        description = "instruction, input and output, in Alpaca's prompt"
-        if dataset_format == "alpaca":
-            return Form(description, frozenset(ALPACA_COLUMNS), alpaca_row)
-        return Form(f"{description}, as turns", frozenset(ALPACA_COLUMNS), alpaca_turns, ("messages",))
-    if (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        return _token_ids() if "input_ids" in kinds else None
-    present = {name: kind for name, kind in kinds.items() if kind != "null"}
-    if dataset_format != "chat" and {"prompt", "completion"} <= kinds.keys():
+        return _alpaca(kinds, dataset_format)
+    if skips_preparation(settings):
+        return TOKEN_IDS if "input_ids" in kinds else None
+    only_chat = dataset_format == "chat"
+    text_field = settings.dataset_text_field
+    if not only_chat and "prompt" in kinds and "completion" in kinds:
         return _prompt_and_completion(kinds)
     for name in tables()["conversations"]:
-        if present.get(name) == "turns":
-            return _conversation(name, present)
-    if dataset_format != "chat" and "input_ids" in present:
-        return _token_ids()
-    if dataset_format != "chat" and settings.dataset_text_field in kinds:
-        return Form(f"{settings.dataset_text_field}, as it is", *_texts(settings.dataset_text_field))
+        if kinds.get(name) == "turns":
+            return _conversation(name, kinds)
+    if not only_chat and kinds.get("input_ids", "null") != "null":
+        return TOKEN_IDS
+    if not only_chat and text_field in kinds:
+        return _texts(f"{text_field}, as it is", text_field)
     return _pair(kinds, bool(settings.assistant_only_loss))
 
 
-def _token_ids() -> Form:
-    return Form("input_ids, as they are", frozenset(TOKEN_COLUMNS))
+def _alpaca(kinds: Mapping[str, str], dataset_format: str) -> Form | None:
+    used = frozenset(ALPACA_COLUMNS)
+    if not used <= kinds.keys():
+        return None
+    description = "instruction, input and output, in Alpaca's prompt"
+    if dataset_format == "alpaca":
+        return Form(description, used, alpaca_row)
+    return Form(f"{description}, as turns", used, alpaca_turns, ("messages",))
 
 
-def _texts(*names: str) -> tuple[frozenset[str], Callable[[Row], Row]]:
-    """The columns, and what holds a row's values in them to be texts."""
-
+def _texts(description: str, *names: str) -> Form:
     def convert(row: Row) -> Row:
         return {name: _text(row, name) for name in names}
 
-    return frozenset(names), convert
+    return Form(description, frozenset(names), convert)
 
 
 def _prompt_and_completion(kinds: Mapping[str, str]) -> Form:
-    used = frozenset(["prompt", "completion"])
-    if not {"turns", "list"} & {kinds["prompt"], kinds["completion"]}:
-        return Form("prompt and completion, as text", *_texts("prompt", "completion"))
+    names = ("prompt", "completion")
+    if {"turns", "list"}.isdisjoint([kinds["prompt"], kinds["completion"]]):
+        return _texts("prompt and completion, as text", *names)
 
     def convert(row: Row) -> Row:
-        return {"prompt": turns_of(row, "prompt"), "completion": turns_of(row, "completion")}
+        return {name: turns_of(row, name) for name in names}
 
-    return Form("prompt and completion, as turns", used, convert, ("prompt", "completion"))
+    return Form("prompt and completion, as turns", frozenset(names), convert, names)
 
 
 def _conversation(column: str, kinds: Mapping[str, str]) -> Form:
@@ -169,24 +167,25 @@ def _conversation(column: str, kinds: Mapping[str, str]) -> Form:
             messages = [{"role": "system", "content": before}, *messages]
         return {"messages": messages}
 
-    used = {column, system} - {None}
-    return Form(description, frozenset(used), convert, ("messages",))
+    used = frozenset([column, system]) - {None}
+    return Form(description, used, convert, ("messages",))
 
 
 def _pair(kinds: Mapping[str, str], whole: bool) -> Form | None:
-    """A question and its answer. None too where two columns could be one of them: the recipe's `columns` says which.
-    `whole`: as one list of messages, whose assistant's turns all have a loss."""
-    names = tables()
-    texts = {name for name, kind in kinds.items() if kind == "text"}
-    questions = [name for name in names["questions"] if name in texts]
-    answers = [name for name in names["answers"] if name in texts]
-    contexts = [name for name in names["contexts"] if name in texts and questions != [name]]
+    """A question and its answer. None where two columns could be one of them: the recipe's `columns` says which.
+
+    `whole`: as one list of messages, whose assistant's turns all have a loss.
+    """
+    questions = _text_columns(kinds, "questions")
+    answers = _text_columns(kinds, "answers")
+    contexts = [name for name in _text_columns(kinds, "contexts") if questions != [name]]
     questions = [name for name in questions if name not in contexts]
     if len(questions) != 1 or len(answers) != 1 or len(contexts) > 1:
         return None
+    question = questions[0]
+    answer = answers[0]
     system = _system_column(kinds)
     history = "history" if kinds.get("history") in ("list", "turns") else None
-    question, answer = questions[0], answers[0]
     user_columns = [question, *contexts]
     before = [name for name in (system, history) if name]
     description = f"{' and '.join(user_columns)} as the user's turn, {answer} as the assistant's"
@@ -215,11 +214,13 @@ def _pair(kinds: Mapping[str, str], whole: bool) -> Form | None:
     return Form(description, frozenset(user_columns + before + [answer]), convert, made)
 
 
+def _text_columns(kinds: Mapping[str, str], key: str) -> list[str]:
+    """The columns of texts among forms.yaml's names under `key`."""
+    return [name for name in tables()[key] if kinds.get(name) == "text"]
+
+
 def _system_column(kinds: Mapping[str, str]) -> str | None:
-    for name in tables()["system"]:
-        if kinds.get(name) == "text":
-            return name
-    return None
+    return next(iter(_text_columns(kinds, "system")), None)
 
 
 # one row
@@ -232,22 +233,24 @@ def alpaca_prompt(instruction: str, input: str = "") -> str:
 
 
 def alpaca_row(row: Row) -> dict[str, str]:
-    """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised. Raises
-    RowError where a column is not text: `str.format` would write the word None."""
+    """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised.
+
+    Raises RowError where a column is not text: `str.format` would write None.
+    """
     prompt = alpaca_prompt(_text(row, "instruction"), _text_or_none(row, "input") or "")
     return {"prompt": prompt, "completion": _text(row, "output")}
 
 
 def alpaca_turns(row: Row) -> dict[str, list[dict[str, str]]]:
-    """An Alpaca row as a conversation: Alpaca's prompt, whole, is the user's turn. Raises RowError."""
+    """Alpaca's prompt, whole, is the user's turn. Raises RowError."""
     texts = alpaca_row(row)
     user = {"role": "user", "content": texts["prompt"]}
-    return {"messages": [user, {"role": "assistant", "content": texts["completion"]}]}
+    assistant = {"role": "assistant", "content": texts["completion"]}
+    return {"messages": [user, assistant]}
 
 
 def turns_of(row: Row, column: str) -> list[Row]:
-    """The turns of a column as messages: role, content, the turn's other keys, and `weight: 0` where it has no loss.
-    Raises RowError."""
+    """As messages: role, content, the turn's other keys, and `weight: 0` where it has no loss. Raises RowError."""
     turns = row[column]
     if not isinstance(turns, list) or not turns:
         raise RowError(f"{column} is {turns!r}, not a list of messages")
@@ -326,15 +329,17 @@ def _weight(values: Mapping[str, Any], place: str) -> int:
 
 
 def _earlier_turns(history: list[Any]) -> list[Row]:
-    """Turns of the column `history`: pairs of a question and its answer, or messages."""
+    """`history`: pairs of a question and its answer, or messages."""
     if isinstance(history[0], Mapping):
         return turns_of({"history": history}, "history")
     turns = []
     for pair in history:
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise RowError(f"history has {pair!r}, not a question and its answer")
-        turns.append({"role": "user", "content": pair[0]})
-        turns.append({"role": "assistant", "content": pair[1]})
+        match pair:
+            case [str(question), str(answer)]:
+                turns.append({"role": "user", "content": question})
+                turns.append({"role": "assistant", "content": answer})
+            case _:
+                raise RowError(f"history has {pair!r}, not a question and its answer")
     return turns
 
 
@@ -354,31 +359,37 @@ def _text_or_none(row: Row, name: str | None) -> str | None:
 
 
 def convert(rows: Rows, form: Form, split: str = "the data") -> Rows:
-    """The rows as TRL takes them, without the columns that the form does not read. Raises Refusal, with the row."""
-    columns = rows.column_names or list(next(iter(rows)))
+    """As TRL takes them, without the columns that the form does not read. Raises Refusal, with the row."""
+    columns = column_names(rows)
     with library_error_as_finding(f"reading the rows of {split}"), row_errors_as_findings(split):
         if form.convert is None:
             return rows.select_columns([name for name in columns if name in form.used])
         kept = [name for name in tables()["kept"] if form.turns and name in columns]
-        removed = [name for name in columns if name not in kept]
         features = None
         if form.turns and rows.features is not None:
-            features = Features(dict.fromkeys(form.turns, TURNS) | {name: rows.features[name] for name in kept})
-        by_number = partial(_numbered, form.convert)
-        return rows.map(by_number, with_indices=True, remove_columns=removed, features=features)
+            features = Features(dict.fromkeys(form.turns, TURNS))
+            features.update({name: rows.features[name] for name in kept})
+        removed = [name for name in columns if name not in kept]
+        convert_row = partial(_numbered, form.convert)
+        return rows.map(convert_row, with_indices=True, remove_columns=removed, features=features)
+
+
+def column_names(rows: Rows) -> list[str]:
+    """A stream may not declare them: its first row has them."""
+    return rows.column_names or list(next(iter(rows)))
 
 
 def leave_out_weightless(rows: Rows, kinds: Mapping[str, str], split: str = "the data") -> Rows:
-    """The rows without those of `weight: 0`. Raises Refusal for other values, with the row."""
-    names = (*tables()["weights"], *tables()["other_weights"])
+    """Rows of `weight: 0` go. Raises Refusal for other values, with the row."""
+    names = tables()["weights"] + tables()["other_weights"]
     if all(kinds.get(name, "null") == "null" for name in names):
         return rows
-
-    def has_weight(row: Row) -> dict[str, bool]:
-        return _weight(row, "the row") == 1
-
     with library_error_as_finding(f"reading the rows of {split}"), row_errors_as_findings(split):
-        return rows.filter(partial(_numbered, has_weight), with_indices=True)
+        return rows.filter(partial(_numbered, _has_weight), with_indices=True)
+
+
+def _has_weight(row: Row) -> bool:
+    return _weight(row, "the row") == 1
 
 
 def _numbered(function: Callable[[Row], Any], row: Row, number: int) -> Any:
@@ -391,9 +402,9 @@ def _numbered(function: Callable[[Row], Any], row: Row, number: int) -> Any:
 
 def unread(kinds: Mapping[str, str], form: Form) -> list[str]:
     """Columns with values that nothing reads."""
-    read = {*form.used, *tables()["weights"]}
+    read = form.used.union(tables()["weights"])
     if form.turns:
-        read |= {*tables()["kept"]}
+        read |= set(tables()["kept"])
     return [name for name, kind in kinds.items() if kind != "null" and name not in read]
 
 
@@ -409,5 +420,11 @@ def rename(rows: Rows, columns: Mapping[str, str] | None) -> Rows:
     """`columns`: {the name that is read: the name in the data}. A column that has the new name already is dropped."""
     if not columns:
         return rows
-    taken = [new for new, old in columns.items() if new in (rows.column_names or ()) and new not in columns.values()]
-    return rows.remove_columns(taken).rename_columns({old: new for new, old in columns.items() if old != new})
+    taken = []
+    new_names = {}
+    for new, old in columns.items():
+        if new in (rows.column_names or ()) and new not in columns.values():
+            taken.append(new)
+        if old != new:
+            new_names[old] = new
+    return rows.remove_columns(taken).rename_columns(new_names)

@@ -4,11 +4,12 @@ import contextlib
 import copy
 import json
 import os
+import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pandas
@@ -22,9 +23,13 @@ from datasets import (
     interleave_datasets,
     load_dataset,
     load_dataset_builder,
+    packaged_modules,
 )
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from pyarrow import parquet
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoTokenizer, set_seed
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config import keys
 from zero_recipes.config.recipe import Settings
@@ -36,10 +41,18 @@ from zero_recipes.engine.huggingface import read_texts_as_texts, single_process_
 ALPACA = ", ".join(forms.ALPACA_COLUMNS)
 WANTED = {"alpaca": ALPACA, "alpaca_chat": ALPACA, "chat": "messages, conversations, or one question with one answer"}
 TRAINED_ON = f"prompt and completion, input_ids, the text of dataset_text_field, {WANTED['chat']}"
-# tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
-PADDING_TOKENS = ("<|padding|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]")
-# reserved, or never written by a tokenizer of today
-PADDING_TOKENS += ("<|reserved_special_token_0|>", "<unk>", "[UNK]")
+PADDING_TOKENS = (
+    # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",
+    "<|pad|>",
+    "<pad>",
+    "[PAD]",
+    # reserved, or never written by a tokenizer of today
+    "<|reserved_special_token_0|>",
+    "<unk>",
+    "[UNK]",
+)
 
 
 class MissingSplit(Refusal):
@@ -47,8 +60,7 @@ class MissingSplit(Refusal):
 
 
 def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
-    """(training rows, evaluation rows, what was recognised in each source) of a recipe, as TRL takes them. Raises
-    Refusal for what is missing, before any weight."""
+    """(training rows, evaluation rows, what was recognised in each source), as TRL takes them. Raises Refusal."""
     splits, found = load_splits(settings)
 
     def rows_of(key: str) -> Rows:
@@ -58,16 +70,19 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
         if settings.datasets:  # recognised entry by entry
             return splits[name]
         rows, form = _formatted(splits[name], name, settings, {})
+        if form.example is None:  # all have weight 0
+            raise _no_rows(name)
         found.append(form)
         return rows
 
     train = rows_of("dataset_train_split")
     evaluation = rows_of("dataset_test_split") if settings.evaluates else None
-    return train, evaluation, list({form.description: form for form in found}.values())
+    distinct = {form.description: form for form in found}
+    return train, evaluation, list(distinct.values())
 
 
 def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
-    """All splits of the data that the recipe names; those of a mixture are formatted. Raises Refusal."""
+    """All splits of the recipe's data; those of a mixture are formatted. Raises Refusal."""
     sources = _sources(settings)
     if not any(source["path"] for source in sources):
         raise refusal("ZR504")
@@ -75,31 +90,49 @@ def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
     with reading(sources):
         if settings.datasets:
             mixed, found = _mixed(settings)
-            share = settings.test_split_size
-            return DatasetDict({"train": mixed}) if share is None else mixed.train_test_split(test_size=share), found
+            if settings.test_split_size is None:
+                return DatasetDict({"train": mixed}), found
+            return mixed.train_test_split(test_size=settings.test_split_size), found
         return _loaded(sources[0], None, settings.dataset_streaming), []
 
 
 def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
-    """The entries of `datasets`, each in its form: one after the other, by TRL's `fraction`, or drawn by `weight`."""
-    parts, found = zip(*(_entry(entry, settings) for entry in settings.datasets), strict=True)
-    weights, fractions = ([entry.get(key) for entry in settings.datasets] for key in ("weight", "fraction"))
-    for key, numbers in (("weight", weights), ("fraction", fractions)):
-        if None in numbers and any(number is not None for number in numbers):
-            raise ValueError(f"`{key}` must be set for all entries of datasets, or for none")
-    if None not in weights:
-        shares = [weight / sum(weights) for weight in weights]
+    """The entries of `datasets`: one after the other, by TRL's `fraction`, or drawn by `weight`."""
+    parts = []
+    found = []
+    for entry in settings.datasets:
+        rows, form = _entry(entry, settings)
+        parts.append(rows)
+        found.append(form)
+    weights = _shares("weight", settings)
+    fractions = _shares("fraction", settings)
+    if weights:
         stop = settings.mixture_stopping_strategy
-        return interleave_datasets(list(parts), shares, seed=settings.seed, stopping_strategy=stop), list(found)
-    if None not in fractions:  # as TRL 1.16 takes them (scripts/utils.py, get_dataset): the first rows of each
-        shares = [fraction / sum(fractions) for fraction in fractions]
-        total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
-        parts = [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
-    return concatenate_datasets(list(parts)), list(found)
+        return interleave_datasets(parts, weights, seed=settings.seed, stopping_strategy=stop), found
+    if fractions:
+        parts = _first_rows(parts, fractions)
+    return concatenate_datasets(parts), found
+
+
+def _shares(key: str, settings: Settings) -> list[float]:
+    """The entries' numbers over their sum; empty where none has the key."""
+    numbers = [entry.get(key) for entry in settings.datasets]
+    if None not in numbers:
+        return [number / sum(numbers) for number in numbers]
+    if set(numbers) != {None}:
+        raise ValueError(f"`{key}` must be set for all entries of datasets, or for none")
+    return []
+
+
+def _first_rows(parts: list[Rows], shares: list[float]) -> list[Rows]:
+    """As TRL 1.16 takes them (scripts/utils.py): as many of each part as its share allows."""
+    pairs = list(zip(parts, shares, strict=True))
+    total = min(len(part) / share for part, share in pairs if share > 0)
+    return [part.select(range(round(share * total))) for part, share in pairs]
 
 
 def _entry(entry: dict[str, Any], settings: Settings) -> tuple[Rows, Form]:
-    """One entry of `datasets`, as TRL's get_dataset loads it, and formatted."""
+    """As TRL's get_dataset loads it, and formatted."""
     split = entry.get("split") or "train"
     rows = _loaded(_source_of_entry(entry), split, settings.streaming)
     if isinstance(entry.get("columns"), list):
@@ -108,20 +141,24 @@ def _entry(entry: dict[str, Any], settings: Settings) -> tuple[Rows, Form]:
 
 
 def _loaded(source: dict[str, Any], split: str | None, streaming: bool) -> Any:
-    """Rows of a split, or all splits. A CSV file holds texts: pandas would make the number 2101 of the text 02101, and
-    nothing of the text NA."""
+    """Rows of a split, or all splits.
+
+    A CSV file holds texts: pandas would make the number 2101 of the text 02101, and nothing of the text NA.
+    """
     read_texts_as_texts()
-    more = {}
+    options = {}
     columns = _csv_columns(source)
     if columns is not None:
-        more["features"] = Features(dict.fromkeys(columns, Value("string")))
-        more["keep_default_na"] = False
-    return load_dataset(**source, split=split, streaming=streaming, **more)
+        options["features"] = Features(dict.fromkeys(columns, Value("string")))
+        options["keep_default_na"] = False
+    return load_dataset(**source, split=split, streaming=streaming, **options)
 
 
 def _csv_columns(source: dict[str, Any]) -> list[str] | None:
-    """The header of CSV files that are here; None of other data. Raises Refusal where their records have more fields:
-    pandas makes an index of the first ones, and every column moves."""
+    """The header of CSV files that are here; None of other data.
+
+    Refuses records that have more fields: pandas makes an index of the first ones, and every column moves.
+    """
     if not os.path.exists(str(source["path"])) and source["path"] not in packaged_formats():
         return None  # of the hub, which would be asked twice
     files = [file for file in _local_files([source]) if file.removesuffix(".gz").endswith((".csv", ".tsv"))]
@@ -133,14 +170,19 @@ def _csv_columns(source: dict[str, Any]) -> list[str] | None:
     return list(head.columns)
 
 
+def _no_rows(split: str) -> Refusal:
+    return refusal("ZR523", split=split)
+
+
 def _unknown_columns(split: str, columns: Iterable[str], wanted: str) -> Refusal:
     return refusal("ZR508", split=split, columns=", ".join(columns), wanted=wanted)
 
 
 def _sources(settings: Settings) -> list[dict[str, Any]]:
-    """What `load_dataset` takes, for each."""
-    mixture = [_source_of_entry(entry) for entry in settings.datasets]
-    return mixture or [{"name": settings.dataset_config} | _by_format(settings.dataset_name)]
+    """What `load_dataset` takes."""
+    if settings.datasets:
+        return [_source_of_entry(entry) for entry in settings.datasets]
+    return [{"name": settings.dataset_config} | _by_format(settings.dataset_name)]
 
 
 def _source_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,20 +192,26 @@ def _source_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _by_format(path: str | None) -> dict[str, Any]:
     """A path as `load_dataset` takes it; of one file of a known format its reader, and the file."""
-    kind = keys.FORMATS.get(Path(str(path).removesuffix(".gz")).suffix)
-    is_file = kind is not None and os.path.isfile(path)
-    return {"path": kind, "name": None, "data_files": {"train": path}} if is_file else {"path": path}
+    kind = _format_of(str(path))
+    if kind is None or not os.path.isfile(path):
+        return {"path": path}
+    return {"path": kind, "name": None, "data_files": {"train": path}}
+
+
+def _format_of(file: str) -> str | None:
+    return keys.FORMATS.get(Path(file.removesuffix(".gz")).suffix)
 
 
 def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, Any]) -> tuple[Rows, Form]:
-    """Rows of one source as TRL takes them. `entry`: of `datasets`, whose own keys go before the recipe's. Raises
-    Refusal where the columns are of no form, or a row does not fit."""
-    own = entry.get("columns") if isinstance(entry.get("columns"), Mapping) else None
+    """Rows of one source as TRL takes them. `entry`: of `datasets`, whose own keys go before the recipe's."""
+    columns = entry.get("columns")
+    if not isinstance(columns, Mapping):  # names of columns to keep
+        columns = None
     dataset_format = entry.get("dataset_format") or settings.dataset_format
     with reading(_sources(settings)):
-        rows = forms.rename(rows, own or settings.columns)
+        rows = forms.rename(rows, columns or settings.columns)
         if next(iter(rows), None) is None:
-            raise refusal("ZR523", split=split)
+            raise _no_rows(split)
         kinds = forms.column_kinds(rows)
     form = forms.recognise(kinds, settings, dataset_format)
     if form is None:
@@ -171,35 +219,44 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
         raise _unknown_columns(split, sorted(kinds), WANTED.get(dataset_format, TRAINED_ON))
     if settings.assistant_only_loss and not form.turns:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(kinds))
+    description = form.description
     unread = forms.unread(kinds, form)
     if unread:
-        form = form._replace(description=f"{form.description}; not used: {', '.join(unread)}")
+        description += f"; not used: {', '.join(unread)}"
     kept = forms.leave_out_weightless(rows, kinds, split)
     if isinstance(kept, Dataset) and len(kept) < len(rows):
-        left_out = len(rows) - len(kept)
-        form = form._replace(description=f"{form.description}; {left_out:,} rows of weight 0 are left out")
+        description += f"; {len(rows) - len(kept):,} rows of weight 0 are left out"
     rows = forms.convert(kept, form, split)
     with reading(_sources(settings)), forms.row_errors_as_findings(split):
-        return rows, form._replace(example=next(iter(rows), None))
+        return rows, form._replace(description=description, example=next(iter(rows), None))
 
 
 def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
-    """Look at the first rows of the data: is it there, with the splits and columns that the recipe names? `asks_hub`:
-    data of the hub is looked at too, which takes seconds. Raises Refusal."""
-    sources = [{"path": entry["path"]} for entry in settings.datasets] or [{"path": settings.dataset_name}]
-    if not asks_hub and any(map(on_hub, {source["path"] for source in sources} - packaged_formats())):
+    """Look at the first rows of the data: is it there, with the splits and columns that the recipe names?
+
+    `asks_hub`: data of the hub is looked at too, which takes seconds.
+    """
+    paths = [entry["path"] for entry in settings.datasets] or [settings.dataset_name]
+    if not asks_hub and any(map(on_hub, set(paths) - packaged_formats())):
         return
-    made_later = settings.test_split_size is not None  # of rows that a stream has yet to read
-    as_stream = {"dataset_streaming": True, "streaming": True, "test_split_size": None}
-    as_stream |= {"eval_strategy": "steps" if settings.evaluates and not made_later else "no"}
-    with single_process_env(), reading(sources):
-        load_rows(settings.replace(**as_stream, datasets=[_streamed(entry) for entry in settings.datasets]))
+    evaluates = settings.evaluates and settings.test_split_size is None  # else of rows that a stream has yet to read
+    as_stream = settings.replace(
+        dataset_streaming=True,
+        streaming=True,
+        test_split_size=None,
+        eval_strategy="steps" if evaluates else "no",
+        datasets=[_streamed(entry) for entry in settings.datasets],
+    )
+    with single_process_env(), reading([{"path": path} for path in paths]):
+        load_rows(as_stream)
 
 
 def _streamed(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of `datasets` without what the datasets library and TRL cannot take of a stream: "train[:100]+test"."""
+    """Without what the datasets library and TRL cannot take of a stream: "train[:100]+test"."""
     split = re.split(r"[\[+]", entry.get("split") or "train")[0]
-    return dict(entry) | {"fraction": None, "split": "train" if split == "all" else split}
+    if split == "all":
+        split = "train"
+    return {**entry, "fraction": None, "split": split}
 
 
 # what libraries raise over rows
@@ -214,11 +271,16 @@ def reading(sources: list[dict[str, Any]]) -> Iterator[None]:
         raise
     except Exception as error:
         paths = [str(source["path"]) for source in sources]
-        named, place = ", ".join(paths), next(filter(None, map(_broken, _local_files(sources))), None)
-        if place is not None:
-            raise refusal("ZR522", named=named, place=place, error=_root_cause(error)) from error
-        absent = [path for path in paths if not os.path.exists(path) and not on_hub(path)]  # only a path can be so
-        why = f"There is no file or folder {absent[0]}." if absent else _root_cause(error)
+        named = ", ".join(paths)
+        why = _root_cause(error)
+        for file in _local_files(sources):
+            place = _broken(file)
+            if place is not None:
+                raise refusal("ZR522", named=named, place=place, error=why) from error
+        for path in paths:
+            if not os.path.exists(path) and not on_hub(path):  # only a path can be so
+                why = f"There is no file or folder {path}."
+                break
         raise refusal("ZR506", named=named, error=why, cwd=Path.cwd()) from error
 
 
@@ -236,15 +298,15 @@ def _broken(file: str) -> str | None:
             parquet.read_table(file)
         except (pyarrow.ArrowException, OSError) as error:
             return f"{file}: {first_line(error)}"
-    if keys.FORMATS.get(Path(file.removesuffix(".gz")).suffix) != "json":
+    if _format_of(file) != "json":
         return None
     number = 0
     try:
         with fsspec.open(file, "rb", compression="infer") as lines:
             for number, line in enumerate(lines, start=1):
                 if number == 1 and line.lstrip().startswith(b"["):  # one list, whose error knows its line
-                    json.loads((line + lines.read()).decode("utf-8-sig"))
-                elif line.strip() and not isinstance(json.loads(line.strip().decode("utf-8-sig")), dict):
+                    _parse(line + lines.read())
+                elif line.strip() and not isinstance(_parse(line.strip()), dict):
                     raise ValueError("not an object with named columns")
     except json.JSONDecodeError as error:
         return f"{file} line {number + error.lineno - 1}: {error.msg}"
@@ -253,45 +315,53 @@ def _broken(file: str) -> str | None:
     return None
 
 
+def _parse(text: bytes) -> Any:
+    return json.loads(text.decode("utf-8-sig"))
+
+
 def _root_cause(error: BaseException) -> str:
     """The message of the first error in a chain, with its type: datasets wraps what it meets."""
-    while (earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
-        if type(earlier).__name__ == "RemoteTraceback":  # another process's traceback, as text
-            break
+    earlier = error
+    while earlier is not None and type(earlier).__name__ != "RemoteTraceback":  # another process's traceback, as text
         error = earlier
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        earlier = error.__cause__
+        if earlier is None and not error.__suppress_context__:
+            earlier = error.__context__
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:400]}"
 
 
-def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a padding token that is not the end of text.
+def load_tokenizer(settings: Settings) -> Tokenizer:
+    """The model's tokenizer, with a padding token that is not the end of text. Refuses one that has none.
 
     TRL falls back to pad = end of text. Its labels are built before padding, so that the end is supervised all the
-    same, but a model saved with pad = eos teaches everyone downstream to mask the end. Raises Refusal where the
-    vocabulary has no token that can pad and the recipe names none.
+    same, but a model saved with pad = eos teaches everyone downstream to mask the end.
     """
-    tokenizer = AutoTokenizer.from_pretrained(
-        settings.model_name_or_path, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
-    )
+    name = settings.model_name_or_path
+    trust = settings.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=settings.model_revision, trust_remote_code=trust)
     end = settings.eos_token or tokenizer.eos_token
     pad = settings.pad_token or tokenizer.pad_token
     if pad is None or (pad == end and settings.pad_token is None):
         vocabulary = tokenizer.get_vocab()
         pad = next((token for token in PADDING_TOKENS if token in vocabulary and token != end), end)
     if pad == end:
-        raise refusal("ZR502", model_name_or_path=settings.model_name_or_path, end=end)
+        raise refusal("ZR502", model_name_or_path=name, end=end)
     _refuse_unknown_token("pad_token", pad, tokenizer)
     tokenizer.pad_token = pad
     return tokenizer
 
 
-def _refuse_unknown_token(key: str, token: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def _refuse_unknown_token(key: str, token: str, tokenizer: Tokenizer) -> None:
     if token not in tokenizer.get_vocab():
         raise refusal("ZR503", key=key, token=token)
 
 
-def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, settings) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer as SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal. A copy:
-    SFTTrainer must still find which tokens it adds, for LoRA trains those."""
+def apply_chat_template_file(tokenizer: Tokenizer, settings) -> Tokenizer:
+    """The tokenizer as SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal.
+
+    A copy: SFTTrainer must still find which tokens it adds, for LoRA trains those.
+    """
     from trl import clone_chat_template
 
     tokenizer = copy.deepcopy(tokenizer)
@@ -304,27 +374,19 @@ def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, settings) -> Pr
         if path is not None and os.path.isfile(path) and path.endswith((".jinja", ".j2")):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
         elif path is not None:
-            clone_chat_template(_without_embeddings(), tokenizer, path, resize_to_multiple_of=None)
+            clone_chat_template(_WithoutEmbeddings(), tokenizer, path, resize_to_multiple_of=None)
     return tokenizer
 
 
-def _without_embeddings() -> SimpleNamespace:
-    """What `clone_chat_template` wants of a model, where only the tokenizer is to change."""
+class _WithoutEmbeddings(Mock):
+    """A model for `clone_chat_template`, where only the tokenizer is to change."""
 
-    def resize_token_embeddings(new_num_tokens: int, pad_to_multiple_of: None) -> None:
-        stand_in.vocab_size = new_num_tokens
-
-    config = SimpleNamespace(get_text_config=SimpleNamespace)
-    stand_in = SimpleNamespace(config=config, can_generate=lambda: False, vocab_size=0)
-    stand_in.resize_token_embeddings = resize_token_embeddings
-    return stand_in
+    def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: None) -> None:
+        self.vocab_size = new_num_tokens
 
 
 def on_hub(name: str | None) -> bool:
     """Whether a name is one of the hub: no path that is here, and none that only a path can be ("./model")."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
     if name is None or os.path.exists(name):  # pathlib raises at a name that is too long
         return False
     try:
@@ -336,6 +398,4 @@ def on_hub(name: str | None) -> bool:
 
 def packaged_formats() -> set[str]:
     """Names that are formats, not data sets of the hub: json, csv, parquet and others."""
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-
-    return set(_PACKAGED_DATASETS_MODULES)
+    return {module.name for module in pkgutil.iter_modules(packaged_modules.__path__)}

@@ -1,7 +1,7 @@
 """Tokens and labels of rows, before they are truncated and packed: which tokens have a loss.
 
-TRL tokenizes and masks. Here is what it lacks: masks of the assistant's turns for chat templates without
-`{% generation %}`, turns of `weight: 0`, and markers that a text and the tokenizer both write.
+TRL tokenizes and masks. It lacks masks of the assistant's turns for chat templates without `{% generation %}`, turns of
+`weight: 0`, and markers that a text and the tokenizer both write.
 """
 
 import copy
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.data.audit import token_batches
-from zero_recipes.data.forms import Row, Rows
+from zero_recipes.data.forms import Row, Rows, column_names
 from zero_recipes.engine import huggingface
 
 ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
@@ -24,17 +24,17 @@ ANSWER = "zero recipes"  # a text that no template changes
 NO_LOSS = -100
 
 
-def tokenise(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> Rows:
-    """input_ids and labels of each row, before truncation, dropping, packing and shuffling. By the code that SFTTrainer
-    trains with. `tokenizer`: with the chat template applied."""
+def tokenise(rows: Rows, tokenizer: Tokenizer, training_args) -> Rows:
+    """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
+
+    By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied.
+    """
     tokenised = tokenise_as_written(rows, tokenizer, training_args)
-    if "input_ids" in _columns(rows):
-        return tokenised
-    return with_single_markers(tokenised, tokenizer)
+    return with_single_markers(rows, tokenised, tokenizer)[0]
 
 
-def tokenise_as_written(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> Rows:
-    """The same, with markers that stand twice."""
+def tokenise_as_written(rows: Rows, tokenizer: Tokenizer, training_args) -> Rows:
+    """`tokenise`, with markers that stand twice."""
     whole = copy.copy(training_args)
     whole.max_length = None
     whole.shuffle_dataset = False
@@ -44,23 +44,18 @@ def tokenise_as_written(rows: Rows, tokenizer: PreTrainedTokenizerBase, training
     template = None
     if how is not None:
         rows = _with_masks(rows, how, tokenizer, whole)
-    elif "input_ids" not in _columns(rows):
+    elif "input_ids" not in column_names(rows):
         template = huggingface.training_template(tokenizer, whole)
     rows = huggingface.prepare_dataset(rows, tokenizer, whole, packing=False)
     return _silenced(rows, template, tokenizer, whole)
 
 
 def workers(rows: int, requested: int | None) -> int | None:
-    """How many processes prepare so many rows: what the recipe says, else one for each core that this process really
-    has, as far as each has enough rows to be worth its start; None for this process alone."""
+    """How many processes prepare so many rows, each enough to be worth its start; None for this process alone."""
     if requested is not None:
         return requested
-    found = min(Host().cores(), rows // ROWS_OF_A_WORKER)
-    return found if found > 1 else None
-
-
-def _columns(rows: Rows) -> list[str]:
-    return rows.column_names or list(next(iter(rows)))
+    worth = min(Host().cores(), rows // ROWS_OF_A_WORKER)
+    return worth if worth > 1 else None
 
 
 def _in_parallel(rows: Rows, training_args) -> dict[str, Any]:
@@ -72,13 +67,15 @@ def _in_parallel(rows: Rows, training_args) -> dict[str, Any]:
 # It ends with the first special token that the template writes after an answer.
 
 
-def mask_by(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> str | None:
-    """How the assistant's tokens are found here: "turn" or "answer"; None where TRL does it, or none is needed."""
+def mask_by(rows: Rows, tokenizer: Tokenizer, training_args) -> str | None:
+    """How the assistant's tokens are found: "turn" or "answer"; None where TRL does it, or none is needed."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     named = getattr(training_args, "assistant_mask", None)
     template = tokenizer.chat_template
-    if not training_args.assistant_only_loss or not template or named == "template" or "input_ids" in _columns(rows):
+    if not training_args.assistant_only_loss or not template or named == "template":
+        return None
+    if "input_ids" in column_names(rows):
         return None
     if named is not None or has_generation_markers(template):
         return named
@@ -89,7 +86,7 @@ def mask_by(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> st
     return None
 
 
-def _with_masks(rows: Rows, how: str, tokenizer: PreTrainedTokenizerBase, training_args) -> Rows:
+def _with_masks(rows: Rows, how: str, tokenizer: Tokenizer, training_args) -> Rows:
     """The rows with input_ids and assistant_masks. Raises Refusal."""
     with library_error_as_finding("masking all but the assistant's tokens"):
         keywords = {"end": _end_of_turn(tokenizer), "how": how, "tokenizer": tokenizer}
@@ -110,8 +107,8 @@ def _masked(row: Row, number: int, end: str, how: str, only_completion: bool, to
             else:
                 stop = _next_turn(text, stop)
             spans.append((start, stop))
-    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return {"input_ids": tokens["input_ids"], "assistant_masks": _tokens_inside(tokens["offset_mapping"], spans)}
+    ids, inside = _tokens_inside(text, spans, tokenizer)
+    return {"input_ids": ids, "assistant_masks": inside}
 
 
 class Chat(NamedTuple):
@@ -120,7 +117,7 @@ class Chat(NamedTuple):
     messages: list[Row]
     prompt_turns: int  # of the messages
     options: dict[str, Any]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any], tokenizer, chat_template: str | None = None) -> "Chat":
@@ -129,7 +126,8 @@ class Chat(NamedTuple):
         tools = row.get("tools")
         if isinstance(tools, str):
             tools = json.loads(tools)
-        options = {"tools": tools, "chat_template": chat_template} | (row.get("chat_template_kwargs") or {})
+        options = {"tools": tools, "chat_template": chat_template}
+        options |= row.get("chat_template_kwargs") or {}
         return cls(messages, len(prompt), options, tokenizer)
 
     def render(self, messages: list[Row], to_answer: bool = False) -> str:
@@ -141,7 +139,9 @@ class Chat(NamedTuple):
 
 def _span(chat: Chat, text: str, at: int, end: str, row: int) -> tuple[int, int]:
     """Where message `at` stands in the rendered conversation: after its header, up to and with the token that ends it.
-    Raises Refusal where the template writes the earlier messages otherwise once it follows."""
+
+    Raises Refusal where the template writes the earlier messages otherwise once it follows.
+    """
     message = chat.messages[at]
     to_answer = message["role"] == "assistant"
     if at == 0:  # there is nothing to render before it
@@ -157,7 +157,9 @@ def _span(chat: Chat, text: str, at: int, end: str, row: int) -> tuple[int, int]
         found = text.find(content.strip(), start)
         search_from = max(start, found + len(content.strip()))
     stop = text.find(end, search_from)
-    return start, len(text) if stop < 0 else stop + len(end)
+    if stop < 0:
+        return start, len(text)
+    return start, stop + len(end)
 
 
 def _end_of_header(chat: Chat, text: str) -> int:
@@ -179,33 +181,38 @@ def _next_turn(text: str, stop: int) -> int:
     return len(text) - len(text[stop:].lstrip())
 
 
-def _tokens_inside(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
-    """1 for each token of which a character is inside one of the spans."""
+def _tokens_inside(text: str, spans: list[tuple[int, int]], tokenizer) -> tuple[list[int], list[int]]:
+    """(the text's token ids, 1 for each token of which a character is inside one of the spans)."""
+    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = np.array(tokens["offset_mapping"]).reshape(-1, 2)
     inside = np.zeros(len(offsets), dtype=np.int64)
-    firsts = np.array([first for first, _ in offsets])
-    lasts = np.array([last for _, last in offsets])
     for start, stop in spans:
-        inside[(firsts < stop) & (start < lasts)] = 1
-    return inside.tolist()
+        inside[(offsets[:, 0] < stop) & (start < offsets[:, 1])] = 1
+    return tokens["input_ids"], inside.tolist()
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
+def _end_of_turn(tokenizer: Tokenizer) -> str:
     """What the template writes after an answer, up to the first special token."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
     tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(ANSWER)[2]
-    special = [token for token in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()) if token in tail]
-    if not special:
+    special = [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
+    written = [token for token in special if token in tail]
+    if not written:
         raise refusal("ZR891", tail=tail)
-    return min(special, key=tail.index)
+    return min(written, key=tail.index)
 
 
 # turns of weight 0
 
 
-def _silenced(rows: Rows, template: str | None, tokenizer: PreTrainedTokenizerBase, training_args) -> Rows:
-    """Tokenized rows, with no loss on the turns of `weight: 0`. `template`: which they are rendered by, if it is not
-    the tokenizer's own. Raises Refusal."""
-    columns = [name for name in ("messages", "prompt", "completion") if name in _columns(rows)]
+def _silenced(rows: Rows, template: str | None, tokenizer: Tokenizer, training_args) -> Rows:
+    """Tokenized rows, with no loss on the turns of `weight: 0`. Raises Refusal.
+
+    `template`: which they are rendered by, if it is not the tokenizer's own.
+    """
+    columns = [name for name in ("messages", "prompt", "completion") if name in column_names(rows)]
+    if not columns:
+        return rows
     if isinstance(rows, Dataset) and not any(map(_silent_turns, rows.select_columns(columns))):
         return rows
     with library_error_as_finding("leaving turns of weight 0 without a loss"):
@@ -214,46 +221,52 @@ def _silenced(rows: Rows, template: str | None, tokenizer: PreTrainedTokenizerBa
 
 
 def _silent_turns(row: Row) -> list[int]:
-    """Numbers of the messages that have no loss because the row says so."""
-    messages = row.get("messages")
-    if messages is None:
-        prompt = row.get("prompt")
-        messages = prompt + row["completion"] if isinstance(prompt, list) else None
-    return [number for number, message in enumerate(messages or ()) if message.get("weight") == 0]
+    """Numbers of the messages that the row gives no loss."""
+    messages = row.get("messages") or []
+    if isinstance(row.get("prompt"), list):
+        messages = row["prompt"] + row["completion"]
+    return [number for number, message in enumerate(messages) if message.get("weight") == 0]
 
 
-def _silence(row: Row, number: int, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> Row:
+def _silence(row: Row, number: int, tokenizer: Tokenizer, chat_template: str | None) -> Row:
     silent = _silent_turns(row)
     if not silent:
         return {"labels": row["labels"]}
     chat = Chat.of_row(row, tokenizer, chat_template)
     text = chat.render(chat.messages)
     end = _end_of_turn(tokenizer)
-    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    if tokens["input_ids"] != row["input_ids"]:
-        raise ValueError(f"row {number}: its tokens are not those of its text")
     spans = []
     for at in silent:
         start, stop = _span(chat, text, at, end, number)
         spans.append((start, _next_turn(text, stop)))
-    inside = _tokens_inside(tokens["offset_mapping"], spans)
-    pairs = zip(row["labels"], inside, strict=True)
-    return {"labels": [NO_LOSS if is_inside else label for label, is_inside in pairs]}
+    ids, inside = _tokens_inside(text, spans, tokenizer)
+    if ids != row["input_ids"]:
+        raise ValueError(f"row {number}: its tokens are not those of its text")
+    labels = np.where(inside, NO_LOSS, row["labels"])
+    return {"labels": labels.tolist()}
 
 
 # markers that are there twice
 
 
-def with_single_markers(rows: Rows, tokenizer: PreTrainedTokenizerBase) -> Rows:
-    """Tokenized rows in which the beginning and the end of a text stand once, where a text or a template writes one and
-    the tokenizer or TRL adds it too. TRL 1.16 takes care of the end that it appends itself, and of no other."""
-    if isinstance(rows, Dataset) and not rows_with_doubled_markers(rows, tokenizer):
-        return rows
+def with_single_markers(rows: Rows, tokenised: Rows, tokenizer: Tokenizer) -> tuple[Rows, list[int]]:
+    """(the tokenised rows, in which the beginning and the end of a text stand once; numbers of those that had two).
+
+    A text or a template may write a marker that the tokenizer or TRL adds too. TRL 1.16 takes care of the end that it
+    appends itself. Rows of token ids stay as they are. Of a stream no numbers are known.
+    """
+    if "input_ids" in column_names(rows):
+        return tokenised, []
+    doubled = []
+    if isinstance(tokenised, Dataset):
+        doubled = _rows_with_doubled_markers(tokenised, tokenizer)
+        if not doubled:
+            return tokenised, []
     markers = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
-    return rows.map(_keep_one, fn_kwargs=markers)
+    return tokenised.map(_keep_one, fn_kwargs=markers), doubled
 
 
-def without_beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def without_beginning(text: str, tokenizer: Tokenizer) -> str:
     """The text without the marker of its beginning, where the tokenizer adds one."""
     beginning = tokenizer.bos_token
     if beginning is None or tokenizer("")["input_ids"][:1] != [tokenizer.bos_token_id]:
@@ -261,15 +274,16 @@ def without_beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return text.removeprefix(beginning)
 
 
-def rows_with_doubled_markers(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Numbers of the tokenized rows in which a marker stands twice."""
+def _rows_with_doubled_markers(rows: Dataset, tokenizer: Tokenizer) -> list[int]:
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
+    markers = [marker for marker in (bos, eos) if marker is not None]
     found = []
     first_row = 0
     for ids, _, lengths in token_batches(rows):
-        repeats = np.flatnonzero((ids[1:] == ids[:-1]) & np.isin(ids[1:], [i for i in (bos, eos) if i is not None])) + 1
         ends = np.cumsum(lengths)
+        is_repeat = (ids[1:] == ids[:-1]) & np.isin(ids[1:], markers)
+        repeats = np.flatnonzero(is_repeat) + 1
         for row in np.unique(np.searchsorted(ends, repeats, side="right")):
             of_row = ids[ends[row] - lengths[row] : ends[row]]
             if _doubled(of_row, bos, eos).any():
@@ -279,8 +293,10 @@ def rows_with_doubled_markers(rows: Dataset, tokenizer: PreTrainedTokenizerBase)
 
 
 def _doubled(ids: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:
-    """For each token whether it repeats the marker before it; shape (tokens,). Where one token is both markers, it may
-    end a text and begin the next: then only the row's own beginning and end count."""
+    """For each token whether it repeats the marker before it; shape (tokens,).
+
+    A token that is both markers may end a text and begin the next: then only the row's own beginning and end count.
+    """
     again = np.zeros(len(ids), dtype=bool)
     same = ids[1:] == ids[:-1]
     if eos != bos:

@@ -1,17 +1,17 @@
 """The rows as the trainer takes them: tokenised, audited, truncated and packed before any weight is loaded.
 
-SFTTrainer prepares its rows after it has a model; here its own code does it before, on one process of each node, and
-the result is kept beside the datasets library's cache. TRL's ranks take turns by collectives instead.
+SFTTrainer prepares its rows after it has a model, where ranks take turns by collectives. Here its own code does it
+before, on one process of each node, and the result is kept beside the datasets library's cache.
 """
 
 import copy
 import hashlib
 import importlib.metadata
 import json
+import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ import datasets
 import numpy as np
 from datasets import Dataset
 from huggingface_hub import constants
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import RowLengths, Settings
@@ -50,14 +50,26 @@ from zero_recipes.engine.huggingface import single_process_env
 DAY = 86400.0  # seconds: nothing is prepared for longer
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
 PLANNED_ROWS = 2000  # tokenised for a plan, spread over all: the mean of Alpaca's is then known to 2 %
-# what TRL's preparation reads of the arguments (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
-_READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", "eval_packing", "shuffle_dataset")
-_READ_BY_TRL += ("completion_only_loss", "assistant_only_loss", "dataset_text_field")
-_READ_HERE = ("dataset_kwargs", "assistant_mask", "long_rows")
+_READ_OF_ARGUMENTS = (
+    # by TRL (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
+    "max_length",
+    "truncation_mode",
+    "packing",
+    "packing_strategy",
+    "eval_packing",
+    "shuffle_dataset",
+    "completion_only_loss",
+    "assistant_only_loss",
+    "dataset_text_field",
+    # here
+    "dataset_kwargs",
+    "assistant_mask",
+    "long_rows",
+)
 _VERSIONS = ("trl", "transformers", "datasets")
 # our own code that makes rows
-_OUR_PARTS = [Path(__file__), *(Path(part.__file__) for part in (as_written, audits, forms, load, masks, huggingface))]
-_OUR_PARTS.append(Path(forms.__file__).with_suffix(".yaml"))
+_OUR_PARTS = [Path(__file__), Path(forms.__file__).with_suffix(".yaml")]
+_OUR_PARTS += [Path(part.__file__) for part in (as_written, audits, forms, load, masks, huggingface)]
 
 
 class Data(NamedTuple):
@@ -66,7 +78,7 @@ class Data(NamedTuple):
     train: load.Rows
     evaluation: load.Rows | None
     samples: list[Sample]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     forms: list[forms.Form]
 
 
@@ -83,14 +95,14 @@ class Split(NamedTuple):
 class Prepared:
     """What a run trains on, evaluates on and samples."""
 
-    tokenizer: PreTrainedTokenizerBase  # of the model, whose rows these are
+    tokenizer: Tokenizer  # of the model, whose rows these are
     train: load.Rows
     evaluation: Dataset | None
     samples: list[Sample]
     audit: Audit
     findings: list[Finding]  # warnings only
     data_sha256: str  # of the training rows; of a stream's first STREAMED_ROWS
-    shown: list  # rows with what carries loss, for `audit.show_rows`
+    shown: list  # `recognised`, and rows with what carries loss for `audit.show_rows`
 
     @property
     def rows(self) -> int | None:
@@ -98,61 +110,75 @@ class Prepared:
         return len(self.train) if isinstance(self.train, Dataset) else None
 
 
-def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokenizerBase) -> Prepared:
-    """Rows and samples of a run, made or found by one process of each node and read by all. `tokenizer`: the model's;
-    `training_args` is changed to what is prepared. Raises Refusal on every process for what is wrong with the data."""
+def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer) -> Prepared:
+    """Rows and samples of a run, made or found by one process of each node and read by all.
+
+    `training_args` is changed to what is prepared. `tokenizer`: the model's. Raises Refusal on every process.
+    """
     ignored = ignored_codes(settings.ignore)
     made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
-    if made["folder"] is None:  # TRL tokenises a stream as it comes
-        if audits.drops_long_rows(training_args):
-            raise refusal("ZR896")
-        train, evaluation, _ = load.load_rows(settings)
-        if evaluation is not None:  # whole, in memory: of a stream's shares that differ in length ranks wait for others
-            evaluation = Dataset.from_list(list(evaluation), features=evaluation.features)
-        if not (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            templated = load.apply_chat_template_file(tokenizer, settings)
-            train = _tokenised_stream(train, templated, training_args)
-            evaluation = evaluation and _tokenised_stream(evaluation, templated, training_args)
-            training_args.assistant_only_loss = False
+    if made["folder"] is None:
+        train, evaluation = _stream(settings, training_args, tokenizer)
     else:
         splits = datasets.load_from_disk(made["folder"])
-        train, evaluation = splits["train"], splits.get("eval")
+        train = splits["train"]
+        evaluation = splits.get("eval")
         training_args.dataset_kwargs = (training_args.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
         training_args.assistant_only_loss = False  # in the labels by now; SFTTrainer would look for conversations
     samples = [Sample(**sample) for sample in made["samples"]]
-    findings = downgraded([Finding(**finding) for finding in made["findings"]], ignored)
     audit = Audit(**made["audit"])
+    findings = downgraded([Finding(**finding) for finding in made["findings"]], ignored)
     return Prepared(tokenizer, train, evaluation, samples, audit, findings, made["data_sha256"], made["shown"])
 
 
-def _tokenised_stream(rows: load.Rows, tokenizer, training_args) -> load.Rows:
+def _stream(settings: Settings, training_args, tokenizer) -> tuple[load.Rows, Dataset | None]:
+    """Training rows, tokenised as they come, and evaluation rows."""
+    if audits.drops_long_rows(training_args):
+        raise refusal("ZR896")
+    train, evaluation, _ = load.load_rows(settings)
+    if evaluation is not None:  # whole, in memory: of a stream's shares that differ in length ranks wait for others
+        evaluation = Dataset.from_list(list(evaluation), features=evaluation.features)
+    if not audits.skips_preparation(training_args):
+        templated = load.apply_chat_template_file(tokenizer, settings)
+        train = _tokenised(train, templated, training_args)
+        if evaluation:
+            evaluation = _tokenised(evaluation, templated, training_args)
+        training_args.assistant_only_loss = False
+    return train, evaluation
+
+
+def _tokenised(rows: load.Rows, tokenizer, training_args) -> load.Rows:
     return masks.tokenise(rows, tokenizer, training_args).select_columns(["input_ids", "labels"])
 
 
 def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozenset[str]) -> dict:
-    """Prepared rows as JSON: those that an earlier run of the same data and arguments has kept, or new ones. The
-    findings are not downgraded: other runs ignore others. Raises Refusal for errors not ignored, and keeps nothing."""
+    """Prepared rows as JSON: those that an earlier run of the same data and arguments has kept, or new ones.
+
+    The findings are not downgraded: other runs ignore others. Of errors not ignored nothing is kept.
+    """
     data = read_data(settings, tokenizer)
     folder = _folder(data, training_args) if isinstance(data.train, Dataset) else None
     if folder is not None and (folder / "audit.json").is_file():
         made = json.loads((folder / "audit.json").read_text())
-        raise_errors(downgraded([Finding(**finding) for finding in made["findings"]], ignored))
+        findings = [Finding(**finding) for finding in made["findings"]]
+        raise_errors(downgraded(findings, ignored))
     else:
         with forks_end_with_parent():
             splits, findings = prepare_splits(data, settings, training_args)
         raise_errors(downgraded(findings, ignored))
-        made = {"audit": asdict(splits[0].audit), "findings": [asdict(finding) for finding in findings]}
-        made["recognised"] = recognised(data, splits[0])
-        made["shown"] = shown_rows(data, splits[0], training_args)
-        made["data_sha256"] = data_sha256(splits[0].ready)
+        made = {
+            "audit": asdict(splits[0].audit),
+            "findings": [asdict(finding) for finding in findings],
+            "shown": [recognised(data, splits[0]), shown_rows(data, splits[0], training_args)],
+            "data_sha256": data_sha256(splits[0].ready),
+        }
         if folder is not None:
             _keep(folder, [split.ready for split in splits], made)
     samples = with_tokens(data.samples, data.tokenizer, training_args)
-    shown = [made["recognised"], made["shown"]]
-    return made | {"folder": folder and str(folder), "samples": [asdict(sample) for sample in samples], "shown": shown}
+    return made | {"folder": folder and str(folder), "samples": [asdict(sample) for sample in samples]}
 
 
-def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
+def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
     """Rows, samples and tokenizer of a recipe, nothing tokenised yet. Raises Refusal."""
     tokenizer = load.apply_chat_template_file(tokenizer, settings)
     rows, evaluation, found = load.load_rows(settings)
@@ -165,31 +191,41 @@ def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
     return Data(rows, evaluation, samples, tokenizer, found)
 
 
-def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
-    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does. Packed by one
-    process: TRL 1.16 packs within one worker's share, so that packs would depend on their number."""
-    single = copy.copy(training_args)
+def finish(tokenised: Dataset, tokenizer: Tokenizer, training_args, packing: bool) -> Dataset:
+    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
+
+    Packed by one process: TRL 1.16 packs within one worker's share, so that packs would depend on their number.
+    """
     if audits.drops_long_rows(training_args):
-        tokenised = tokenised.select(np.flatnonzero(audits.row_lengths(tokenised) <= training_args.max_length))
-    single.dataset_num_proc = None if packing else masks.workers(len(tokenised), training_args.dataset_num_proc)
-    return huggingface.prepare_dataset(tokenised, tokenizer, single, packing)
+        fits = audits.row_lengths(tokenised) <= training_args.max_length
+        tokenised = tokenised.select(np.flatnonzero(fits))
+    args = copy.copy(training_args)
+    args.dataset_num_proc = None
+    if not packing:
+        args.dataset_num_proc = masks.workers(len(tokenised), training_args.dataset_num_proc)
+    return huggingface.prepare_dataset(tokenised, tokenizer, args, packing)
 
 
 def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[Split], list[Finding]]:
-    """Training rows and, where there are any, evaluation rows, and what is wrong with each and with both together. Of a
-    stream the first STREAMED_ROWS. Raises Refusal, with the row, for what cannot be tokenised."""
-    packing = training_args.packing
-    eval_packing = packing if training_args.eval_packing is None else training_args.eval_packing
-    names = settings.dataset_train_split, settings.dataset_test_split
-    splits, findings = [], []
-    for rows, packs, name in zip((data.train, data.evaluation), (packing, eval_packing), names, strict=True):
-        if rows is not None:
-            split, found = prepare_split(_start_of(rows, name), data.tokenizer, training_args, packs, name)
-            splits.append(split)
-            findings += [finding for finding in found if finding not in findings]
-    if len(splits) == 2:
-        findings += audits.overlap_findings(splits[0].tokenised, splits[1].tokenised, names[1])
-    return splits, findings
+    """Training rows and, where there are any, evaluation rows, and what is wrong with each and with both together.
+
+    Of a stream the first STREAMED_ROWS. Raises Refusal for what cannot be tokenised.
+    """
+    name = settings.dataset_train_split
+    rows = _start_of(data.train, name)
+    train, findings = prepare_split(rows, data.tokenizer, training_args, training_args.packing, name)
+    if data.evaluation is None:
+        return [train], findings
+    name = settings.dataset_test_split
+    rows = _start_of(data.evaluation, name)
+    evaluation, found = prepare_split(rows, data.tokenizer, training_args, _eval_packing(training_args), name)
+    findings += [finding for finding in found if finding not in findings]
+    findings += audits.overlap_findings(train.tokenised, evaluation.tokenised, name)
+    return [train, evaluation], findings
+
+
+def _eval_packing(training_args) -> bool:
+    return training_args.packing if training_args.eval_packing is None else training_args.eval_packing
 
 
 def _start_of(rows: load.Rows, split: str) -> Dataset:
@@ -202,19 +238,19 @@ def _start_of(rows: load.Rows, split: str) -> Dataset:
 
 
 def prepare_split(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool, split: str = "the data"
+    rows: Dataset, tokenizer: Tokenizer, training_args, packing: bool, split: str = "the data"
 ) -> tuple[Split, list[Finding]]:
-    """One split tokenised whole and as it is trained on, its counts, and what is wrong with it. Raises Refusal."""
+    """One split, and what is wrong with it. Raises Refusal."""
     with library_error_as_finding(f"tokenizing the rows of {split}"):
         audits.refuse_broken_tokens(rows, tokenizer, split)
         findings = []
-        if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        if audits.skips_preparation(training_args):
             tokenised = ready = rows
         else:
             tokenised = masks.tokenise_as_written(rows, tokenizer, training_args)
-            if "input_ids" not in rows.column_names:
-                findings += _doubled_marker_findings(tokenised, tokenizer, split)
-                tokenised = masks.with_single_markers(tokenised, tokenizer)
+            tokenised, doubled = masks.with_single_markers(rows, tokenised, tokenizer)
+            if doubled:
+                findings.append(_doubled_markers(doubled, len(rows), tokenizer, split))
             findings += as_written_findings(rows, tokenised, tokenizer, training_args, split)
             ready = finish(tokenised, tokenizer, training_args, packing)
     found = audits.audit(rows, tokenised, ready, tokenizer, training_args)
@@ -222,15 +258,13 @@ def prepare_split(
     return Split(rows, tokenised, ready, found), findings
 
 
-def _doubled_marker_findings(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Iterator[Finding]:
-    doubled = masks.rows_with_doubled_markers(tokenised, tokenizer)
-    if doubled:
-        markers = " and ".join(dict.fromkeys(map(str, (tokenizer.bos_token, tokenizer.eos_token))))
-        yield finding("ZR530", count=len(doubled), rows=len(tokenised), split=split, row=doubled[0], markers=markers)
+def _doubled_markers(doubled: list[int], rows: int, tokenizer: Tokenizer, split: str) -> Finding:
+    markers = dict.fromkeys([str(tokenizer.bos_token), str(tokenizer.eos_token)])
+    return finding("ZR530", count=len(doubled), rows=rows, split=split, row=doubled[0], markers=" and ".join(markers))
 
 
 def recognised(data: Data, split: Split) -> list[str]:
-    """What the columns and the turns of a split are taken for, in words, and what nothing reads."""
+    """What the columns and the turns are taken for, in words, and what nothing reads."""
     lines = [form.description for form in data.forms]
     unread = as_written.unread_by_template(split.rows, data.tokenizer)
     if unread:
@@ -266,8 +300,8 @@ def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
 
 
 def _folder(data: Data, training_args) -> Path:
-    """Where prepared rows are kept: a hash over data, tokenizer, versions, our code and arguments that make rows."""
-    known = {name: getattr(training_args, name, None) for name in (*_READ_BY_TRL, *_READ_HERE)}
+    """Where prepared rows are kept: a hash over all that makes them."""
+    known = {name: getattr(training_args, name, None) for name in _READ_OF_ARGUMENTS}
     known["seed"] = training_args.seed if training_args.shuffle_dataset else None
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
     known["train"] = huggingface.fingerprint(data.train)
@@ -278,13 +312,15 @@ def _folder(data: Data, training_args) -> Path:
     digest.update(repr(data.tokenizer).encode())  # its configuration: the file also says how it was loaded
     with tempfile.TemporaryDirectory() as folder:
         data.tokenizer.save_pretrained(folder)
-        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            digest.update(path.name.encode() + (b"" if path.name == "tokenizer_config.json" else path.read_bytes()))
+        for path in sorted(Path(folder).rglob("*")):
+            digest.update(path.name.encode())
+            if path.is_file() and path.name != "tokenizer_config.json":
+                digest.update(path.read_bytes())
     return Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / digest.hexdigest()[:32]
 
 
 def data_sha256(rows: Dataset) -> str:
-    """A hash of the rows themselves, in their order, whatever Arrow's chunks, widths of integers and versions."""
+    """Of the rows themselves, in their order, whatever Arrow's chunks, widths of integers and versions."""
     digest = hashlib.sha256()
     for table in audits.tables(rows, sorted(rows.column_names)):
         for name in table.column_names:
@@ -301,8 +337,10 @@ def data_sha256(rows: Dataset) -> str:
 
 
 def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
-    """The rows of a recipe: all as a run of it has prepared them, where one has, else at most PLANNED_ROWS of them
-    tokenised and packed as a run does it; or why they are not known. Without asking the hub. `path`: the recipe's."""
+    """The rows of a recipe, or why they are not known. Without asking the hub. `path`: the recipe's.
+
+    All as a run has prepared them, where one has; else at most PLANNED_ROWS, tokenised and packed as a run does.
+    """
     if settings.dataset_streaming or settings.streaming:
         return "the data is a stream"
     try:
@@ -318,50 +356,63 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
 
 
 def _counted(settings: Settings, path: Path) -> RowLengths:
-    plain = {"deepspeed": None, "fsdp": None, "use_cpu": True, "bf16": False, "fp16": False, "ddp_backend": None}
-    plain |= {"dataset_num_proc": None, "load_best_model_at_end": False, "sample_prompts": None}
-    settings = settings.replace(**plain)
+    settings = settings.replace(
+        deepspeed=None,
+        fsdp=None,
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        ddp_backend=None,
+        dataset_num_proc=None,
+        load_best_model_at_end=False,
+        sample_prompts=None,
+    )
     args = recipes.trl_arguments(settings, path).training
     data = read_data(settings, load.load_tokenizer(settings))
-    rows, folder = data.train, _folder(data, args)
+    folder = _folder(data, args)
+    count = len(data.train)
     evaluates = settings.evaluates and isinstance(data.evaluation, Dataset)
+    evaluated = None
     if (folder / "audit.json").is_file():
         kept = datasets.load_from_disk(folder)
-        found = _of_prepared(kept["train"], f"all {len(rows):,} rows, as prepared by an earlier run")
-        return replace(found, evaluated=_evaluated(kept["eval"], args)) if evaluates else found
-    chosen, ready = _some(rows, data, args, args.packing)
-    evaluated = None
+        if evaluates:
+            evaluated = _evaluated(kept["eval"], args)
+        found = _of_prepared(kept["train"], f"all {count:,} rows, as prepared by an earlier run")
+        return replace(found, evaluated=evaluated)
+    chosen, ready = _some(data.train, data, args, args.packing)
     if evaluates:
-        packs = args.packing if args.eval_packing is None else args.eval_packing
-        _, some = _some(data.evaluation, data, args, packs)
+        _, some = _some(data.evaluation, data, args, _eval_packing(args))
         evaluated = _evaluated(some, args)
-    epoch = round(len(ready) * len(rows) / len(chosen))
-    whole = f"all {len(rows):,} rows" if len(chosen) == len(rows) else f"{len(chosen):,} of {len(rows):,} rows"
+    epoch = round(len(ready) * count / len(chosen))
+    whole = f"all {count:,} rows" if len(chosen) == count else f"{len(chosen):,} of {count:,} rows"
     return replace(_of_prepared(ready, f"{whole} tokenised"), epoch=epoch, evaluated=evaluated)
 
 
 def _some(rows: Dataset, data: Data, args, packing: bool) -> tuple[Dataset, Dataset]:
-    """At most PLANNED_ROWS of the rows, and what is trained on or evaluated of them."""
-    chosen = rows.select(range(0, len(rows), -(-len(rows) // PLANNED_ROWS) or 1))
-    if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+    """At most PLANNED_ROWS of the rows, and what is made of them."""
+    step = math.ceil(len(rows) / PLANNED_ROWS)
+    chosen = rows.select(range(0, len(rows), step or 1))
+    if audits.skips_preparation(args):
         return chosen, chosen
-    return chosen, finish(masks.tokenise(chosen, data.tokenizer, args), data.tokenizer, args, packing)
+    tokenised = masks.tokenise(chosen, data.tokenizer, args)
+    return chosen, finish(tokenised, data.tokenizer, args, packing)
 
 
 def _evaluated(ready: Dataset, args) -> tuple[int, int]:
     """RowLengths.evaluated: the rows with most loss may meet in one batch."""
-    lengths, with_loss = [0], [0]
-    for _, labels, ends in audits.token_batches(ready):
-        before = np.concatenate([[0], np.cumsum(labels != -100)])
-        last = np.cumsum(ends)
-        with_loss += (before[last] - before[last - ends]).tolist()
-        lengths += ends.tolist()
+    longest = 0
+    with_loss = []
+    for _, labels, lengths in audits.token_batches(ready):
+        longest = max(longest, int(lengths.max()))
+        with_loss += audits.supervised_tokens(labels, lengths).tolist()
     most = sorted(with_loss, reverse=True)[: args.per_device_eval_batch_size]
-    return max(lengths), sum(most)
+    return longest, sum(most)
 
 
 def _of_prepared(ready: Dataset, source: str) -> RowLengths:
-    """Of rows as they are trained on, truncated and packed. Reads Arrow's buffers, no token."""
-    packed = "seq_lengths" in ready.column_names  # TRL's bfd; "wrapped" makes rows of its own, all full
-    lengths = np.concatenate(ready.with_format("numpy")["seq_lengths"][:]) if packed else audits.row_lengths(ready)
+    """Of rows as they are trained on. Reads Arrow's buffers, no token."""
+    if "seq_lengths" in ready.column_names:  # TRL's bfd; "wrapped" makes rows of its own, all full
+        lengths = np.concatenate(ready.with_format("numpy")["seq_lengths"][:])
+    else:
+        lengths = audits.row_lengths(ready)
     return RowLengths(tuple(lengths.tolist()), len(ready), len(ready), source)

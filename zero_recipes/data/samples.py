@@ -4,11 +4,12 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import library_error_as_finding, refusal
@@ -38,8 +39,10 @@ def takes_rows(requested: Any) -> bool:
 
 
 def rows_to_ask(requested: Any, evaluation, settings: Settings):
-    """The rows that a number of sample prompts is taken of: the evaluation rows, or those of dataset_test_split where
-    the run does not evaluate; None where no rows are requested, or the data has no such split."""
+    """The evaluation rows, or those of dataset_test_split where the run does not evaluate.
+
+    None where no rows are requested, or the data has no such split.
+    """
     if evaluation is not None or not takes_rows(requested):
         return evaluation
     try:
@@ -49,22 +52,28 @@ def rows_to_ask(requested: Any, evaluation, settings: Settings):
 
 
 def choose_samples(
-    requested: Any, eval_rows, dataset_format: str | None, tokenizer: PreTrainedTokenizerBase, split: str = "test"
+    requested: Any, eval_rows, dataset_format: str | None, tokenizer: Tokenizer, split: str = "test"
 ) -> list[Sample]:
     """The recipe's `sample_prompts`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
-    `eval_rows`: of dataset_test_split, named `split`; None where the data has no such split. Raises Refusal."""
+
+    `eval_rows`: of dataset_test_split, named `split`; None where the data has none. Raises Refusal.
+    """
     if requested is None or str(requested) == "0":
         return []
     form: Callable[[Any], dict[str, Any]] = dict
     if isinstance(requested, list):
-        wrap = alpaca_prompt if dataset_format == "alpaca" else str
-        rows, source, form = requested, "the recipe's own", lambda prompt: {"prompt": wrap(_text(prompt))}
+        source = "the recipe's own"
+        rows = requested
+        form = partial(_prompt_row, alpaca_prompt if dataset_format == "alpaca" else str)
     elif takes_rows(requested):
         if eval_rows is None:
             raise refusal("ZR516", requested=requested, split=split)
-        rows, source = list(eval_rows.take(int(requested))), f"the split {split!r}"
+        source = f"the split {split!r}"
+        rows = list(eval_rows.take(int(requested)))
     else:
-        source, form = str(requested), alpaca_row if dataset_format == "alpaca" else dict
+        source = str(requested)
+        if dataset_format == "alpaca":
+            form = alpaca_row
         with library_error_as_finding(f"reading {requested} (sample_prompts)"):
             lines = Path(source).read_text("utf-8").split("\n")  # not splitlines(): a prompt may hold a bare U+2028
             rows = [json.loads(line) for line in lines if line.strip()]
@@ -75,15 +84,19 @@ def choose_samples(
     return samples
 
 
-def _sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str) -> Sample:
-    more = {key: row[key] for key in tables()["kept"] if row.get(key)}
+def _prompt_row(wrap: Callable[[str], str], prompt: Any) -> dict[str, str]:
+    return {"prompt": wrap(_text(prompt))}
+
+
+def _sample(row: dict[str, Any], tokenizer: Tokenizer, source: str) -> Sample:
+    kept = {key: row[key] for key in tables()["kept"] if row.get(key)}
     prompt, completion = _prompt_and_completion(row)
     trained = None
-    if completion is not None and completion != []:
-        trained = {"prompt": prompt, "completion": completion} | more
+    if completion not in (None, []):
+        trained = {"prompt": prompt, "completion": completion} | kept
     templated = isinstance(prompt, list)
     if templated:
-        prompt = Chat.of_row({"messages": prompt} | more, tokenizer).render(prompt, to_answer=True)
+        prompt = Chat.of_row({"messages": prompt} | kept, tokenizer).render(prompt, to_answer=True)
         completion = completion and completion[-1]["content"]
     else:
         prompt = without_beginning(_text(prompt), tokenizer)
@@ -97,9 +110,12 @@ def _prompt_and_completion(row: dict[str, Any]) -> tuple[Any, Any]:
         if isinstance(row.get(name), list):
             turns = turns_of(row, name)
             return turns[:-1], turns[-1:]
-    if isinstance(row["prompt"], list):
-        return turns_of(row, "prompt"), turns_of(row, "completion") if row.get("completion") else None
-    return row["prompt"], row.get("completion")
+    prompt = row["prompt"]
+    completion = row.get("completion")
+    if isinstance(prompt, list):
+        prompt = turns_of(row, "prompt")
+        completion = turns_of(row, "completion") if completion else None
+    return prompt, completion
 
 
 def _text(value: Any) -> str:
@@ -109,10 +125,12 @@ def _text(value: Any) -> str:
     return str(value).encode().decode()
 
 
-def with_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, training_args) -> list[Sample]:
-    """The samples with the tokens of prompt and answer as a training row has them, truncated as one. By the code that
-    SFTTrainer trains with: a tokenizer may write a word otherwise at a text's beginning than behind the prompt
-    (SentencePiece's space mark). The answer's tokens alone carry loss, whatever training gives a loss."""
+def with_tokens(samples: list[Sample], tokenizer: Tokenizer, training_args) -> list[Sample]:
+    """The samples with the tokens of prompt and answer as a training row has them, truncated as one.
+
+    A tokenizer may write a word otherwise at a text's beginning than behind the prompt (SentencePiece's space mark).
+    The answer's tokens alone carry loss, whatever training gives a loss.
+    """
     single = copy.copy(training_args)
     single.shuffle_dataset = False
     single.completion_only_loss = True
