@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.core.files import at_hand
-from zero_recipes.tools import check, env, import_config, train, verbs
+from zero_recipes.tools import check, import_config, train, verbs
 
 Func = Callable[[argparse.Namespace], int]  # runs a subcommand and returns the exit code
 Add = Callable[..., Any]  # a subcommand's add_argument
@@ -202,7 +202,6 @@ def add_strategies(add: Add, default: str) -> None:
 
 
 def add_measurements(commands) -> None:
-    add_verb(commands, env.env, "print this machine's GPUs, driver, memory, disks and versions")
 
     add = add_recipe_verb(commands, verbs.sweep, "run and measure several strategies or values, one after another")
     add_strategies(add, ",".join(verbs.STAGES))
