@@ -1,4 +1,4 @@
-"""`zero-recipes env`: the machine as a run finds it, on one page to look at and to paste into an issue."""
+"""`zero-recipes env`: the machine as a run finds it, to paste into an issue."""
 
 import argparse
 import math
@@ -14,7 +14,7 @@ from zero_recipes.core.host import Host, cpu_name, library_versions, version_of
 from zero_recipes.core.units import size
 from zero_recipes.engine.warnings import quieten
 
-# of the variables that are set, those that change a run
+# variables that change a run
 VARIABLES = re.compile(
     r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|HF|ACCELERATE|DS|TRITON|ZERO_RECIPES|NVIDIA)_.*"
     r"|LD_PRELOAD|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|CXX|CFLAGS|CPATH"
@@ -29,8 +29,7 @@ def env(arguments: argparse.Namespace) -> int:
 
 
 def machine(host: Host) -> dict[str, Any]:
-    """All that is shown; null where there is no limit or no such thing. `refusal`: torch's own words where this build
-    of it could use a GPU and cannot."""
+    """None: no limit, or no such thing. `refusal`: torch's words if it was built for CUDA and cannot use a GPU."""
     import torch
 
     from zero_recipes.checks.machine import driver_version, refusal_of_cuda
