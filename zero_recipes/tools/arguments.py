@@ -1,4 +1,4 @@
-"""The command line of zero-recipes: every subcommand with its options, and the types that they share."""
+"""The subcommands of zero-recipes and their options."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ Add = Callable[..., Any]  # a subcommand's add_argument
 
 
 def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """argparse's `type` for a number above zero."""
+    """An argparse `type`."""
 
     def number(text: str) -> float:
         value = kind(text)
@@ -38,7 +38,7 @@ def accelerate_file(text: str) -> Path:
 
 
 def names(text: str) -> list[str]:
-    """argparse's `type` for names by comma."""
+    """An argparse `type`: comma-separated names."""
     listed = [name.strip() for name in text.split(",")]
     if not all(listed):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty name")
@@ -46,7 +46,7 @@ def names(text: str) -> list[str]:
 
 
 def parse_arguments(argv: list[str] | None, description: str | None = None) -> argparse.Namespace:
-    """The subcommand's arguments, with `func` that runs it and returns the exit code."""
+    """`func` of the result runs the subcommand."""
     parser = argparse.ArgumentParser(
         prog="zero-recipes",
         description=description,
@@ -76,9 +76,10 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
 
 
 def add_verb(commands, func: Func, text: str, **defaults: Any) -> Add:
-    """`text` is in both --helps. `overrides` among the defaults: unknown options override the recipe's keys.
+    """`text` is shown in both --helps.
 
-    Options are taken by their whole names alone: `--num_proc` may be a key of the recipe, not `--num_processes`.
+    With `overrides`, unknown options override the recipe's keys.
+    Names are never abbreviated: `--num_proc` may be a key of the recipe, not `--num_processes`.
     """
     if "overrides" in defaults:
         text += "; other options override the recipe's keys"
@@ -183,7 +184,6 @@ def add_plans(commands) -> None:
 
 
 def add_machines(add: Add) -> None:
-    """What a plan is made for."""
     add("--gpus", required=True, help="number of GPUs; of a list (1,2,4,8), the smallest that fits")
     add("--gpu", default="h100-80gb", help="GPU type; docs/commands.md lists all; default: %(default)s")
     add_strategies(add, "the stages and CPU offload")
@@ -228,7 +228,6 @@ def add_measurements(commands) -> None:
 
 
 def add_results(commands) -> None:
-    """What reads a finished run."""
     add = add_verb(
         commands,
         verbs.report,

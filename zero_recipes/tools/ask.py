@@ -32,7 +32,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 NO_BASE = "none"  # --base none: the model alone
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16"}
-# keys of a recipe about its training: the process group, DeepSpeed, FSDP, the device
+# recipe keys that need the training's processes or device
 ONE_PROCESS = {
     "use_cpu": True,
     "report_to": "none",
@@ -44,7 +44,7 @@ ONE_PROCESS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The verb. Returns the exit code; raises Refusal before any weight is loaded."""
+    """Raises Refusal before any weight is loaded."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     device = choose_device(use_cpu=False)
@@ -75,20 +75,20 @@ def _add_perplexity(scores: dict[str, float | None]) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """A saved model, ready to be loaded."""
+    """A saved model before loading."""
 
     folder: Path
     is_adapter: bool
     base: str | None  # None: the model answers alone
     recipe: Recipe  # the run's own, or TRL's defaults
     settings: Settings  # of one process
-    is_ours: bool  # whether the recipe is the run's own
+    is_ours: bool  # the recipe is the run's own
     draws_base: bool  # the run began with random weights, and so does the base
-    saved_dtype: str  # of most of its weights, as torch names it; "auto" for an unusual one
+    saved_dtype: str  # of most weights, as torch names it; "auto" if unusual
 
     @property
     def dtype(self) -> str:
-        """Of the weights to load. DeepSpeed and FSDP turn an adapter's base into 16 bit; else the recipe says it."""
+        """To load in. DeepSpeed and FSDP cast an adapter's base to 16 bit; else the recipe decides."""
         if not self.is_adapter:
             return self.saved_dtype
         if not self.is_ours:
@@ -99,17 +99,17 @@ class Target:
 
     @property
     def autocast(self) -> str | None:
-        """The dtype that the run computed in, where its weights are float32."""
+        """The run's compute dtype, if its weights are float32."""
         if self.is_ours and self.saved_dtype == "float32":
             return COMPUTED_IN.get(self.recipe.settings.precision)
         return None
 
 
 def find_target(folder: Path, base: str | None, overrides: list[str], trust_remote_code: bool = False) -> Target:
-    """The model in `folder`, whole, with its run's recipe where it has one. No weight is read. Raises Refusal.
+    """Check the model in `folder` and find its run's recipe. No weight is read.
 
-    `base` and `overrides`: of the command line.
-    Code that a model brings runs only where `trust_remote_code` says so, whatever the recipe says.
+    `trust_remote_code` outranks the recipe's.
+    Raises Refusal.
     """
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     weights = [ADAPTER] if is_adapter else [SINGLE, INDEX]
@@ -139,7 +139,7 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
 
 
 def _recipe_of(folder: Path, overrides: list[str], is_adapter: bool) -> tuple[Recipe, bool]:
-    """(the recipe, whether it is the run's own). What its `env:` sets is not kept: the file may be a stranger's."""
+    """(recipe, whether it is the run's own). `env:` is undone: the file may be a stranger's."""
     path = folder / RECIPE
     whole = folder.resolve()
     if not path.is_file() and whole.name.startswith("checkpoint-"):
@@ -152,7 +152,7 @@ def _recipe_of(folder: Path, overrides: list[str], is_adapter: bool) -> tuple[Re
 
 
 def _saved_dtype(folder: Path, trust_remote_code: bool) -> str:
-    """Raises Refusal where the model is not whole."""
+    """Raises Refusal if the model is not whole."""
     try:
         verify(folder, trust_remote_code=trust_remote_code)
         entries = entries_of(folder)
@@ -165,7 +165,7 @@ def _saved_dtype(folder: Path, trust_remote_code: bool) -> str:
 
 
 def load_tokenizer(target: Target) -> Tokenizer:
-    """The tokenizer beside the model, else the base's, whose tokens must be the same. Raises Refusal."""
+    """The model's, else its base's. Raises Refusal if their tokens differ."""
     is_own = any((target.folder / name).is_file() for name in TOKENIZER)
     place = str(target.folder) if is_own else target.base
     if place is None:  # transformers would make one without a word
@@ -188,7 +188,7 @@ def _read_tokenizer(place: str, target: Target) -> Tokenizer:
 
 
 def load(target: Target, tokenizer: Tokenizer, device: str, of_base: bool = False) -> PreTrainedModel:
-    """The model, an adapter on its base; `of_base`: the base of another, with a row for each of the model's tokens."""
+    """The model, or with `of_base` its base, with a row for each of the model's tokens."""
     settings = target.settings
     name = target.base if of_base or target.is_adapter else str(target.folder)
     keywords = dict(settings.model_init_kwargs or {})
@@ -220,7 +220,7 @@ def load(target: Target, tokenizer: Tokenizer, device: str, of_base: bool = Fals
 
 
 def read_questions(target: Target, tokenizer: Tokenizer) -> list[Sample]:
-    """The prompts of `sample_prompts`; their references have the tokens of a training row. Raises Refusal."""
+    """The prompts of `sample_prompts`, references tokenized as in training. Raises Refusal."""
     settings = target.settings
     training_args = recipes.trl_arguments(settings, target.recipe.path).training
     prompts = settings.sample_prompts
@@ -234,7 +234,7 @@ def read_questions(target: Target, tokenizer: Tokenizer) -> list[Sample]:
 def answers_of_both(
     target: Target, tokenizer: Tokenizer, device: str, samples: list[Sample]
 ) -> tuple[sampling.Answers | None, sampling.Answers]:
-    """Of the base (None without one; an adapter's is the model with it off) and of the model."""
+    """(the base's or None, the model's). An adapter's base is the model with it off."""
     base = None
     if target.base is not None and not target.is_adapter:
         base = _answers(target, load(target, tokenizer, device, of_base=True), tokenizer, samples)
@@ -248,7 +248,7 @@ def answers_of_both(
 
 
 def _answers(target: Target, model: PreTrainedModel, tokenizer: Tokenizer, samples: list[Sample]) -> sampling.Answers:
-    """Greedy answers and reference losses, in the batches and the dtype of the run."""
+    """In the run's batches and dtype."""
     device = model.device
     most = target.settings.sample_max_new_tokens
     batch = target.settings.per_device_eval_batch_size
@@ -263,7 +263,7 @@ def _answers(target: Target, model: PreTrainedModel, tokenizer: Tokenizer, sampl
 
 
 def _output_dir(requested: Path | None, target: Target) -> Path:
-    """Where samples.jsonl goes: the folder named, else output/ask-NAME. Raises Refusal where there is one."""
+    """Raises Refusal if it holds samples.jsonl."""
     folder = requested or Path("output") / f"ask-{target.folder.resolve().name}"
     if (folder / SAMPLES).exists():
         raise refusal("ZR793", requested=folder / SAMPLES)
@@ -272,7 +272,7 @@ def _output_dir(requested: Path | None, target: Target) -> Path:
 
 
 def scores_of(answer: str, reference: str) -> dict[str, float]:
-    """`text_scores`, and ROUGE (Lin, 2004) as F1: rouge_score with Porter's stemmer, which reads a-z and digits."""
+    """`text_scores` and ROUGE F1 (Lin, 2004), stemmed by Porter. rouge_score reads only a-z and digits."""
     from rouge_score import rouge_scorer
 
     scores = sampling.text_scores(answer, reference)

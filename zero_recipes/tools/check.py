@@ -13,11 +13,10 @@ from zero_recipes.core.tables import terminal, working
 from zero_recipes.engine.warnings import quieten
 
 TRUST = "trust_remote_code"
-NOT_RUN = re.compile(r"trust_remote_code|contains custom code")  # in what a library says of code that it did not run
+NOT_RUN = re.compile(r"trust_remote_code|contains custom code")  # a library's words for code it did not run
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """The verb. Returns the exit code."""
     with working("importing the libraries"):
         from zero_recipes.checks import predicted
         from zero_recipes.checks.preflight import preflight, resolved_ds_config
@@ -73,7 +72,7 @@ def _counted(number: int, word: str) -> str:
 
 
 def gradients_described(run, environment) -> str:
-    """How much of them qgZ leaves as it is; of an adapter's, if there is one."""
+    """The share of trained elements that qgZ does not quantize."""
     from peft import get_peft_model
 
     from zero_recipes.engine.patches import share_not_quantized
@@ -100,10 +99,10 @@ def _launch_command(arguments: argparse.Namespace, run, environment) -> str:
 
 
 def data_findings(run) -> list:
-    """What the audit of the training rows finds. Prints their counts and three of them. Raises Refusal."""
+    """Audit the training rows, and print counts and three rows. Raises Refusal."""
     from zero_recipes.data import audit, load, prepare
 
-    # neither weights nor ranks: the strategy does not matter to the data
+    # the strategy does not matter to the data
     settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False, ddp_backend=None)
     training_args = recipes.trl_arguments(settings, run.recipe.path).training
     data = prepare.read_data(settings, load.load_tokenizer(settings))

@@ -1,4 +1,4 @@
-"""llama.cpp's own converters with two things that they lack: python -m zero_recipes.tools.convert SCRIPT ARGUMENTS."""
+"""llama.cpp's converters with two fixes: python -m zero_recipes.tools.convert SCRIPT ARGUMENTS."""
 
 import runpy
 import sys
@@ -15,8 +15,10 @@ def carry_rotary_share() -> None:
 
 
 def know_gpt2_by_its_pattern() -> None:
-    """conversion/base.py knows a tokenizer by the hash of what it makes of one text: one that was trained anew has
-    another, and yet splits words as GPT-2's."""
+    """conversion/base.py knows tokenizers by a hash.
+
+    A newly trained one has another, but may split words as GPT-2's.
+    """
     from conversion.base import TextModel
 
     known = TextModel.get_vocab_base_pre

@@ -1,6 +1,7 @@
-"""`zero-recipes export`: a run's model as others take it: whole safetensors, GGUF files, a Modelfile, a line for vLLM.
+"""`zero-recipes export`: merged safetensors, GGUF files and a Modelfile.
 
-LoRA is merged. GGUF is written by llama.cpp's own converter, and each file is run against transformers.
+llama.cpp's own converter writes GGUF.
+Each GGUF file's answers are compared with transformers'.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from zero_recipes.training.card import write_card
 
 SOURCE = "llama_cpp_python-0.3.36"  # whose vendor/llama.cpp has the converter
 CONVERTER = "convert_hf_to_gguf.py"
-# of merging: the largest difference of logits as a share of the largest logit
+# of merging: the largest difference of logits over the largest logit
 BOUND = 1e-4
 BOUND_OF_16_BITS = 0.05
 # of a comparison with transformers
@@ -40,11 +41,11 @@ LEAST_SAME = 0.5  # share of the tokens, of a file in 16 bits
 
 
 class NotExported(RunFailed):
-    """A file could not be made, or answers otherwise than its model."""
+    """A file was not made, or merging changed the model."""
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """The verb. Returns the exit code; raises Refusal before anything is written."""
+    """Raises Refusal before anything is written."""
     transformers.utils.logging.disable_progress_bar()
     target = ask.find_target(arguments.model, arguments.base, arguments.overrides, arguments.trust_remote_code)
     # "." and ".." have no name of their own
@@ -78,7 +79,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def prompt_of(tokenizer: Any, dataset_format: str | None, question: str) -> str:
-    """A question as the run's rows have it: in Alpaca's prompt, by the chat template. Raises Refusal."""
+    """A question in the format of the run's rows. Raises Refusal."""
     if dataset_format in ("alpaca", "alpaca_chat"):
         question = alpaca_prompt(question)
     if not tokenizer.chat_template or dataset_format == "alpaca":
@@ -89,7 +90,7 @@ def prompt_of(tokenizer: Any, dataset_format: str | None, question: str) -> str:
 
 
 def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:
-    """The model without an adapter beside it. Raises NotExported where merging changes the logits."""
+    """Raises NotExported if merging changes the logits."""
     if not target.is_adapter:
         return model
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
@@ -108,7 +109,7 @@ def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:
 
 
 def _agree_on_the_end(model: Any, tokenizer: Any, target: ask.Target) -> list[str]:
-    """Set chat template (of Alpaca's prompt too) and end tokens for whoever loads the folder; returns the tokens."""
+    """Set the chat template and end tokens to save. Returns the end tokens."""
     if not tokenizer.chat_template and target.settings.dataset_format == "alpaca":
         tokenizer.chat_template = (resources.files("zero_recipes.data") / "alpaca.jinja").read_text()
     ends = {tokenizer.eos_token_id}
@@ -131,9 +132,9 @@ def _agree_on_the_end(model: Any, tokenizer: Any, target: ask.Target) -> list[st
 
 
 def _find_converter(folder: Path | None) -> Path:
-    """llama.cpp's folder: the one named, else the pinned source distribution's. Raises Refusal.
+    """`folder`, else the pinned source distribution's. Raises Refusal.
 
-    The converter itself refuses a model that it does not know, when the safetensors are written.
+    The converter refuses unknown models only after the safetensors are written.
     """
     for name in ("xllamacpp", "sentencepiece"):  # first what needs no download
         if importlib.util.find_spec(name) is None:
@@ -149,7 +150,7 @@ def _missing(missing: str, fix: str) -> Refusal:
 
 
 def _downloaded_source() -> Path:
-    """llama.cpp's folder in the cache. Nothing is compiled."""
+    """Nothing is compiled."""
     cache = Path(constants.HF_HOME) / "zero-recipes"
     if not (cache / SOURCE).is_dir():
         name, _, version = SOURCE.rpartition("-")
@@ -178,7 +179,7 @@ def _convert(llama_cpp: Path, kind: str, out: Path) -> Path:
 
 
 def answers_of(out: Path, tokenizer: Any, prompts: list[str]) -> dict[str, list[int]]:
-    """The tokens that transformers answers each prompt with, greedily, in fp32."""
+    """{prompt: transformers' greedy tokens in fp32}."""
     model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     found = {}
     for prompt in prompts:
@@ -190,7 +191,7 @@ def answers_of(out: Path, tokenizer: Any, prompts: list[str]) -> dict[str, list[
 
 
 def served_tokens(file: Path, prompts: Iterable[str], start: str | None) -> list[list[int]]:
-    """The tokens that llama.cpp answers each prompt with, greedily. `start`: the token that it adds itself."""
+    """llama.cpp's greedy tokens for each prompt. `start`: the token that it adds itself."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
@@ -208,7 +209,7 @@ def served_tokens(file: Path, prompts: Iterable[str], start: str | None) -> list
 
 
 def _compare(files: Iterable[Path], expected: dict[str, list[int]], start: str | None) -> bool:
-    """Run each file on the same prompts, and say how far its answers are transformers'. False for another model's."""
+    """Compare each file's answers with transformers'. False if a 16-bit file has too few in common."""
     is_fine = True
     for file in files:
         equal = 0
@@ -232,7 +233,7 @@ def _compare(files: Iterable[Path], expected: dict[str, list[int]], start: str |
 
 
 def modelfile(tokenizer: Any, weights: str, ends: list[str]) -> str:
-    """Ollama's file: one turn as the chat template writes it, in Go's language, and the end tokens."""
+    """Ollama's file: the chat template for one turn in Go, and the end tokens."""
     template = _in_go(tokenizer) if tokenizer.chat_template else "{{ .Prompt }}"
     lines = [f"FROM ./{weights}", f'TEMPLATE """{template}"""']
     lines += [f'PARAMETER stop "{end}"' for end in ends]
@@ -240,7 +241,7 @@ def modelfile(tokenizer: Any, weights: str, ends: list[str]) -> str:
 
 
 def _in_go(tokenizer: Any) -> str:
-    """Cut out of what the template renders around the text of each role."""
+    """Built of what the template renders around each role's text."""
     before, after = _around(tokenizer, "user")
     try:
         with_system = _around(tokenizer, "system", "user")
@@ -253,7 +254,7 @@ def _in_go(tokenizer: Any) -> str:
 
 
 def _around(tokenizer: Any, *roles: str) -> list[str]:
-    """What stands before, between and after the texts of the roles; a text that is not shown parts nothing."""
+    """The text before, between and after the roles' texts. A role that is not rendered is skipped."""
     turns = [{"role": role, "content": f"<<{role}>>"} for role in roles]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     rest = text.removeprefix(tokenizer.bos_token or "")

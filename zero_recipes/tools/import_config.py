@@ -1,6 +1,6 @@
-"""`zero-recipes import FILE`: what another trainer is told, as a recipe.
+"""`zero-recipes import FILE`: another trainer's file as a recipe.
 
-Tables (config/imports) say what each of its keys is here, and what it takes where a key is missing.
+Tables in config/imports map its keys and name its defaults.
 What no table can say is code here.
 """
 
@@ -30,7 +30,7 @@ def table(name: str) -> dict[str, Any]:
 
 @dataclass
 class Draft:
-    """A recipe while it is written, and what is not in it."""
+    """A recipe in the making, and what it lacks."""
 
     path: Path  # of the other trainer's file
     at: Path  # where the recipe will be
@@ -82,7 +82,7 @@ def import_(arguments: argparse.Namespace) -> int:
 
 
 def write_new(texts: Mapping[Path, str]) -> None:
-    """Raises Refusal where one of the files is there."""
+    """Raises Refusal if a file exists."""
     for path in texts:
         if path.exists():
             raise refusal("ZR895", path=path)
@@ -92,10 +92,7 @@ def write_new(texts: Mapping[Path, str]) -> None:
 
 
 def translated(path: Path, recipe: Path) -> Draft:
-    """What a file of another trainer is as a recipe, which is to be written to `recipe`.
-
-    Raises Refusal for a file of none of them.
-    """
+    """Translate another trainer's file into a draft. Raises Refusal for an unknown trainer."""
     source, theirs = _read(path)
     known = table(source)
     draft = Draft(path, recipe, source, _flat(theirs, known.get("nested", ())))
@@ -120,7 +117,7 @@ def translated(path: Path, recipe: Path) -> Draft:
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
-    """(the trainer whose file it is, its keys with each ${key} filled in)."""
+    """(trainer, its keys with each ${key} filled in)."""
     text = path.read_text(encoding="utf-8")
     with library_error_as_finding(f"reading {path}"):
         theirs = yaml.safe_load(text)
@@ -132,7 +129,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _flat(theirs: Mapping[str, Any], nested: Sequence[str]) -> dict[str, Any]:
-    """The keys of the blocks in `nested` as "block.key", behind the others."""
+    """Keys of `nested` blocks become "block.key", after the others."""
     flat = {}
     blocks = {}
     for key, value in theirs.items():
@@ -185,7 +182,7 @@ def _row_of(draft: Draft, key: str) -> Mapping[str, Any]:
 
 
 def _applies(draft: Draft, row: Mapping[str, Any]) -> bool:
-    """Whether the key that this one `needs` is set, and to a value `of` those that are named."""
+    """Whether the key that this one `needs` is set, to one `of` the values if named."""
     if "needs" not in row:
         return True
     other = table(draft.source)["keys"].get(row["needs"])
@@ -207,9 +204,10 @@ def _put_by_value(draft: Draft, key: str, value: Any, why: str, values: Mapping[
 
 
 def _template(draft: Draft, name: str | None, mask: str, loss: Sequence[str] = ()) -> None:
-    """Turns as the other trainer's template of this name writes them, or as the tokenizer's own.
+    """Use the other trainer's template of this name, or the tokenizer's own.
 
-    `mask`: the recipe's assistant_mask; `loss`: the roles with a loss, where a template decides.
+    `mask`: assistant_mask.
+    `loss`: the roles with a loss, if the template decides.
     """
     draft.put(f"loss, {draft.source}", assistant_only_loss=True, assistant_mask=mask)
     if set(loss) - {"assistant"}:  # the template marks prompts on purpose
@@ -238,7 +236,7 @@ def _template(draft: Draft, name: str | None, mask: str, loss: Sequence[str] = (
 
 
 def _sharding(draft: Draft) -> None:
-    """The ds_config beside the recipe; for FSDP the accelerate file that is named."""
+    """A ds_config beside the recipe; for FSDP an accelerate file."""
     named = draft.theirs.get("deepspeed")
     if not named:
         _fsdp(draft)
@@ -267,7 +265,7 @@ def _fsdp(draft: Draft) -> None:
 
 
 def _upwards(path: Path, named: str) -> Path | None:
-    """The file of this name, seen from the current folder or from a folder above `path`."""
+    """Seen from the current folder or from one above `path`."""
     for folder in (Path.cwd(), *path.absolute().parents):
         if (folder / named).is_file():
             return folder / named
@@ -327,7 +325,7 @@ def _axolotl_data(draft: Draft) -> None:
 
 
 def _axolotl_interval(draft: Draft, verb: str, usual: str) -> None:
-    """When a run saves, or evaluates: so many times an epoch, or every so many steps."""
+    """When a run saves or evaluates."""
     steps = draft.theirs.get(f"{verb}_steps")
     if not steps:
         times = (draft.theirs.get(f"{verb}s_per_epoch") or 0) * draft.theirs.get("num_epochs", 1)
@@ -365,7 +363,7 @@ def _factory_adapter(draft: Draft) -> None:
 
 
 def _factory_data(draft: Draft) -> None:
-    """By dataset_info.json on the disk, or of a repository that the table knows."""
+    """By dataset_info.json, or the table's subsets of a repository."""
     repository = str(draft.theirs.get("dataset_dir", "data")).removeprefix("REMOTE:")
     info = _upwards(draft.path, f"{repository}/dataset_info.json")
     subsets = table("LLaMA-Factory")["remote"]
@@ -412,7 +410,7 @@ def _torchtune(draft: Draft) -> None:
 
 
 def _torchtune_launch(draft: Draft) -> None:
-    """Comments at the top of a file show the commands, with the model's name and the number of processes."""
+    """The file's comments show commands, with the model and the number of processes."""
     text = draft.path.read_text(encoding="utf-8")
     folder = str(draft.theirs.get("checkpointer.checkpoint_dir"))
     names = [name for name in re.findall(r"tune download (\S+)", text) if name.rpartition("/")[2] in folder]

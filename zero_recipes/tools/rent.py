@@ -24,7 +24,7 @@ WRITTEN = {
 
 
 def rent(arguments: argparse.Namespace) -> int:
-    """The verb. Returns the exit code; raises Refusal where nothing fits."""
+    """Raises Refusal if nothing fits."""
     with working("planning"):
         request = read_request(arguments, arguments.overrides)
         answer = answer_by(Predictor(quick=True), arguments, request)
@@ -39,7 +39,7 @@ def rent(arguments: argparse.Namespace) -> int:
     words = shlex.split(request.command(job))
 
     def command(rank: str, recipe: Path = recipe) -> str:
-        """In a shell where HOSTS names the machines and `rank` is this one's."""
+        """`rank`: the shell variable with this machine's rank."""
         shell = {word: shlex.quote(word) for word in words}
         shell[str(arguments.recipe)] = shlex.quote(str(recipe))
         shell[HOSTS] = '"$HOSTS"'

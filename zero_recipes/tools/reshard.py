@@ -1,18 +1,20 @@
-"""`zero-recipes reshard`: a checkpoint from which another ZeRO stage and world size goes on.
+"""`zero-recipes reshard`: convert a checkpoint to another ZeRO stage and world size.
 
-Each parameter's master and moments are read from the ranks' files without a launch, and written by name.
-Any stage and world can take them (checkpoint/resume.py).
-DeepSpeed's universal checkpoint refuses 3 to 2 and 2 to 3 (runtime/state_dict_factory.py) and gives one step counter
-to all groups at stage 3 (runtime/zero/stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
+Each parameter's master and moments are read without a launch and written by name.
+checkpoint/resume.py loads them at any stage and world size.
+DeepSpeed's universal checkpoint refuses 3 to 2 and 2 to 3 (runtime/state_dict_factory.py).
+At stage 3 it gives all groups one step counter:
+runtime/zero/stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`.
 
 Layouts are DeepSpeed 0.19.8's, paths relative to deepspeed/runtime.
-Each rank's file holds, for each flat group, its partition of the fp32 master and of Adam's moments.
+Each rank's file holds its partition of each flat group's fp32 master and moments.
 
-- Stages 1 and 2 (zero/stage_1_and_2.py, `state_dict`): the parameters of a group lie one after another, padded where
-  `param_alignment_paddings` says, and are cut into equal partitions. The order is that of `param_shapes`
-  (engine.py `_get_zero_param_shapes`), which is right with round_robin_gradients too; `param_slice_mappings` is not.
-- Stage 3 (zero/stage3.py, `_rigid_state_dict`): each parameter is cut into equal partitions, ceil(elements / world)
-  each, and every rank's group holds its partitions of the group's parameters one after another.
+- Stages 1 and 2 (zero/stage_1_and_2.py, `state_dict`) join a group's parameters and cut them into equal partitions.
+  `param_alignment_paddings` says where padding is.
+  The order is that of `param_shapes` (engine.py `_get_zero_param_shapes`).
+  `param_slice_mappings` is wrong with round_robin_gradients.
+- Stage 3 (zero/stage3.py, `_rigid_state_dict`) cuts each parameter into partitions of ceil(elements / world).
+  A rank's group joins its partitions.
 """
 
 import json
@@ -50,7 +52,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A DeepSpeed checkpoint, opened: what it holds is known, no state has been read."""
+    """An open DeepSpeed checkpoint. No state has been read."""
 
     checkpoint: Path
     stage: int
@@ -70,11 +72,13 @@ class Source:
 def reshard(
     checkpoint: Path, world_size: int, stage: int, skip_checksums: bool = False, trusted: bool = False
 ) -> tuple[Path, Batch]:
-    """Write CHECKPOINT-zero<stage>-world<world_size> beside the checkpoint, which is not touched.
+    """Write CHECKPOINT-zero<stage>-world<world_size> beside the checkpoint.
 
-    It is written under a hidden name and renamed when it is whole.
-    `skip_checksums`: neither compare nor write them; `trusted`: pickles may run code.
-    Returns the new folder and its batch; the global batch is the old one's. Raises Refusal.
+    It is renamed from a hidden name when it is whole.
+    `skip_checksums`: neither compare nor write them.
+    `trusted`: pickles may run code.
+    Returns the new folder and its batch, globally as large as before.
+    Raises Refusal.
     """
     checkpoint = Path(os.path.normpath(checkpoint))
     target = checkpoint.with_name(f"{checkpoint.name}-zero{stage}-world{world_size}")
@@ -106,7 +110,6 @@ def reshard(
 
 
 def resume_command(target: Path, batch: Batch, strategy: str) -> str:
-    """What a user types to go on."""
     return (
         f"zero-recipes train RECIPE.yaml --config_file {strategy}.yaml --num_processes {batch.world_size} "
         f"--output_dir {target.parent} --per_device_train_batch_size {batch.micro} "
@@ -115,9 +118,9 @@ def resume_command(target: Path, batch: Batch, strategy: str) -> str:
 
 
 def strategy_of(source_config: dict[str, Any], stage: int) -> str:
-    """The accelerate file's name. An optimizer that was offloaded stays so, and states in bf16 do.
+    """The accelerate file's name. Offload and bf16 states are kept.
 
-    Neither has a file for stage 1, nor both together: fp32 takes bf16 states exactly.
+    Stage 1 has no file for either, and no file has both: fp32 takes bf16 states exactly.
     """
     config = DsConfig(source_config)
     if stage > 1 and config.offloads:
@@ -128,9 +131,9 @@ def strategy_of(source_config: dict[str, Any], stage: int) -> str:
 
 
 def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
-    """Find the files, read their small parts and refuse what cannot be read by parameter. Raises Refusal.
+    """Raises Refusal for what cannot be read by parameter.
 
-    `trusted`: pickles of the checkpoint may run code, as DeepSpeed's own load lets them.
+    `trusted`: pickles may run code, as in DeepSpeed's own load.
     """
     if not (checkpoint / save.LATEST).is_file():
         raise _other(checkpoint, "without DeepSpeed, with save_only_model or by a reshard: it has no file `latest`")
@@ -151,7 +154,7 @@ def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
         raise _damaged(checkpoint, how)
 
     steps = set()
-    for file in reversed(files):  # of rank 0 at last, whose partitions are never cut short
+    for file in reversed(files):  # rank 0 last: its partitions are never cut short
         states, flats, base = _states_of(file, trusted)
         if "zero_stage" not in states:  # stage 1 in bf16 with gradients accumulated in fp32
             raise _other(checkpoint, "by DeepSpeed's BF16_Optimizer")
@@ -202,7 +205,7 @@ def _step_counters(base: dict[str, Any]) -> set[int]:
 
 
 def _described(group: dict[str, Any], shapes: list[Shapes]) -> dict[str, Any]:
-    """A group of the optimizer: its hyperparameters, and the names of its parameters."""
+    """An optimizer group's hyperparameters and parameter names."""
     described = {key: group[key] for key in HYPERPARAMETERS if key in group}
     described["names"] = []
     for flat in group["params"]:
@@ -211,11 +214,11 @@ def _described(group: dict[str, Any], shapes: list[Shapes]) -> dict[str, Any]:
 
 
 def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
-    """{"fp32", "exp_avg", "exp_avg_sq"} of one parameter, in its shape: the master's and moments' own bits and dtype.
+    """{"fp32", "exp_avg", "exp_avg_sq"} of one parameter, in its shape, bits and dtype.
 
     "fp32", the master, is bf16 under bf16_master_weights_and_grads.
-    The files are mapped into memory anew for each parameter: pages that were read count as resident until the mapping
-    goes, so that no more than one parameter is in memory at a time. Raises RuntimeError if one is cut off.
+    Files are mapped anew for each parameter: pages that were read stay resident as long as their mapping.
+    Raises RuntimeError if one is cut off.
     """
     place = source.places[name]
     parts = defaultdict(list)
@@ -251,16 +254,18 @@ def _damaged(checkpoint: Path, how: str) -> Refusal:
 
 
 def _other(checkpoint: Path, how: str) -> Refusal:
-    """Of a checkpoint that was written in such a way."""
+    """`how` it was written."""
     return refusal("ZR731", checkpoint=checkpoint, how=how)
 
 
 def _unreadable(folder: Path, model: dict[str, Any]) -> str | None:
-    """Why states cannot be read by parameter. `folder`: of each rank's states; `model`: rank 0's *_model_states.pt.
+    """Why states cannot be read by parameter. `model`: rank 0's *_model_states.pt.
 
-    Of DeepSpeed 0.19.8, runtime/: stage 0 numbers its states (engine.py `_common_checkpoint_state`), NVMe offload
-    leaves them on the disk (engine.py `load_checkpoint`), MiCS repeats its parts in groups of ranks, and the masters
-    alone in bf16 are gathered in bf16 at stage 3 (zero/stage3.py `_fp32_state_allgather`).
+    In DeepSpeed 0.19.8, runtime/:
+    - Stage 0 numbers its states (engine.py `_common_checkpoint_state`).
+    - NVMe offload leaves them on the disk (engine.py `load_checkpoint`).
+    - MiCS repeats its parts in groups of ranks.
+    - At stage 3, masters alone in bf16 are gathered in bf16 (zero/stage3.py `_fp32_state_allgather`).
     """
     config = DsConfig(model["ds_config"])
     reasons = {
@@ -281,10 +286,9 @@ def _unreadable(folder: Path, model: dict[str, Any]) -> str | None:
 def _places(
     flats: list[torch.Tensor], states: dict[str, Any], stage: int, world_size: int, shapes: list[Shapes]
 ) -> dict[str, Place]:
-    """Where every parameter is, by name.
+    """By parameter name. `shapes`: in the order of `param_shapes`.
 
-    `states`: the optimizer's of rank 0, whose partitions are never cut short; `flats`: their flat groups.
-    `shapes`: of each group, in the order of `param_shapes`.
+    `states` and `flats` are rank 0's, whose partitions are never cut short.
     """
     places = {}
     aligned = states.get("param_alignment_paddings")  # not at stage 3, nor before DeepSpeed 0.19
@@ -305,7 +309,7 @@ def _places(
 
 
 def _shares(start: int, count: int, part: int) -> list[tuple[int, int, int]]:
-    """`count` elements in parts of `part`, one a rank; each rank's part begins at `start` of its own flat group."""
+    """`count` elements in parts of `part`, one a rank, each at `start` of its flat group."""
     pieces = []
     for rank, first in enumerate(range(0, count, part)):
         pieces.append((rank, start, min(part, count - first)))
@@ -313,7 +317,7 @@ def _shares(start: int, count: int, part: int) -> list[tuple[int, int, int]]:
 
 
 def _cut(start: int, count: int, partition: int) -> list[tuple[int, int, int]]:
-    """Elements start to start + count of the whole group, cut at the borders of the ranks' partitions."""
+    """`start` counts from the whole group, of which each rank has one `partition`."""
     pieces = []
     while count:
         rank, inside = divmod(start, partition)
@@ -354,7 +358,7 @@ def _copy_random_states(source: Source, world_size: int, folder: Path) -> None:
 
 
 def _facts(source: Source, batch: Batch, stage: int) -> dict[str, Any]:
-    """For the manifest: what the old one says, with the new stage, world and batch."""
+    """The old manifest with the new stage, world and batch."""
     step = json.loads((source.checkpoint / save.STATE).read_text())["global_step"]
     return {"step": step, **(save.read_manifest(source.checkpoint) or {})} | {
         "strategy": strategy_of(source.ds_config, stage),

@@ -1,4 +1,4 @@
-"""`zero-recipes sweep`: one strategy or value after another by the real launcher; a failure is a row, not a crash."""
+"""`zero-recipes sweep`: launch one strategy or value after another. A failure is a row, not a crash."""
 
 import collections
 import copy
@@ -54,11 +54,10 @@ def sweep(
     script: Path | None = None,
     sets: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Run `recipe` under each strategy, and each combination of the values in `sets` (KEY=a,b,c).
+    """Run each strategy with each combination of the values in `sets` (KEY=a,b,c).
 
     Returns {name of a run's folder: its status}.
-    Raises Refusal before the first run: a file is missing, a key unknown, the recipe names a ds_config, or a folder
-    holds earlier results.
+    Raises Refusal before the first run.
     """
     quieten()
     console = terminal()
@@ -108,9 +107,9 @@ def launched(
     console: Console,
     script: Path | None = None,
 ) -> tuple[Metrics, Path | None]:
-    """(what a run has measured, or how it failed; where results that were there are kept).
+    """(measurements or failure, where earlier results are kept).
 
-    Without a word on it in `overrides` no weights are saved.
+    No weights are saved unless `overrides` or the run say so.
     """
     previous = folders.claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
     (folder / FILE).unlink(missing_ok=True)
@@ -126,7 +125,7 @@ def launched(
 
 
 def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
-    """Files that cannot be read are a failure that says so."""
+    """Unreadable files are a failed run."""
     try:
         if exit_code:
             failed_row(folder, strategy, exit_code, log).write(folder / FILE)
@@ -139,7 +138,7 @@ def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
 
 
 def refuse_own_ds_config(recipe: Path, settings: recipes.Settings) -> None:
-    """Its runs would be refused for two DeepSpeed configurations, or train by it in a row that is called ddp."""
+    """It would clash with a strategy's, or train by it in a row that is called ddp."""
     if settings.deepspeed is not None:
         raise refusal("ZR861", recipe=recipe)
 
@@ -159,7 +158,7 @@ def refuse_results(recipe: Path, settings: recipes.Settings, output_dir: Path, r
 
 
 def _run(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:
-    """(exit code, the log's last 400 lines). The whole log goes to folder/log.txt, its last line to the terminal."""
+    """(exit code, the log's last 400 lines). The whole log goes to folder/log.txt."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
     with open(folder / "log.txt", "w") as log, working(f"{label}: starting", console) as say:
@@ -217,11 +216,11 @@ class SweepRun:
     strategy: str
     config: Path  # the strategy's accelerate file
     values: Mapping[str, Any]  # what the sweep sets, by key
-    words: tuple[str, ...] = ()  # of the command line, for the keys of the recipe among them
-    ds_config: Mapping[str, Any] | None = None  # with the keys of DeepSpeed among them; None without such keys
+    words: tuple[str, ...] = ()  # options for the recipe's keys among `values`
+    ds_config: Mapping[str, Any] | None = None  # with DeepSpeed's keys among `values`; None without any
 
     def config_in(self, folder: Path) -> Path:
-        """The accelerate file to launch with: where values of the ds_config are set, a new one in `folder`."""
+        """The strategy's file, or a new one in `folder` with values of the ds_config."""
         if self.ds_config is None:
             return self.config
         ds_config = folder / "ds_config.json"
@@ -244,8 +243,8 @@ def runs_of(
 ) -> list[SweepRun]:
     """One run a strategy and combination of values.
 
-    `configs`: {strategy: accelerate file}; `ds_configs`: {strategy: the DeepSpeed configuration of that file}.
-    Raises Refusal for a key that nothing here has; a run whose values cannot be refuses them itself.
+    `configs`: {strategy: accelerate file}; `ds_configs`: {strategy: its ds_config}.
+    Raises Refusal for an unknown key. Each run checks its own values.
     """
     types = key_types()
     listed = parse_sets(sets, types, overrides)
@@ -277,10 +276,10 @@ def run_of(
 
 
 def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[str]) -> dict[str, list[Any]]:
-    """{key: the values that it takes in turn} of the `--set` options: each a YAML list without its brackets.
+    """{key: its values} of the `--set` options, each a YAML list without brackets.
 
-    `types`: of every key that a recipe may have; `overrides`: the command line's other options.
-    Raises Refusal for an unknown key, values that cannot be read, and a key that is given twice.
+    `types`: every key of a recipe.
+    Raises Refusal for unknown or repeated keys and unreadable values.
     """
     sets: dict[str, list[Any]] = {}
     for text in texts:
@@ -305,7 +304,7 @@ def _unreadable(text: str, why: str) -> Refusal:
 
 
 def _refuse_unknown(key: str, types: Mapping[str, Any]) -> None:
-    """Refuse a key that neither a recipe nor a ds_config has, as far down as DeepSpeed's parser does not itself."""
+    """DeepSpeed's own parser refuses what is further down."""
     if key in NOT_SWEPT:
         raise refusal("ZR358", key=key)
     block, *below = key.split(".")
@@ -329,14 +328,14 @@ def run_name(strategy: str, values: Mapping[str, Any]) -> str:
 
 
 def option_words(key: str, value: Any) -> list[str]:
-    """How run_sft.py's command line gives a key that value."""
+    """For run_sft.py's command line."""
     if isinstance(value, list):
         return [f"--{key}", *map(value_text, value)]
     return [f"--{key}={value_text(value)}"]
 
 
 def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A ds_config with each value at its path, "block.key"; blocks that are missing are made. Raises Refusal."""
+    """A copy with each value at its path, "block.key". Raises Refusal."""
     filled = copy.deepcopy(dict(config))
     for path, value in values.items():
         block = filled

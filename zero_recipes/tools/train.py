@@ -1,4 +1,4 @@
-"""`zero-recipes train`: a recipe through accelerate's launcher. `init`: the files that the package brings, to edit."""
+"""`zero-recipes train` and `init`."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ END_SECONDS = 600  # for a step, an evaluation's batch, and a checkpoint
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Raises Refusal where one of the files is there."""
+    """Raises Refusal if a file exists."""
     folder = arguments.folder
     named = sorted(path.name for path in FILES.iterdir() if not path.name.startswith("__"))
     there = [name for name in named if (folder / name).exists()]
@@ -67,7 +67,7 @@ def train(arguments: argparse.Namespace) -> int:
         options += ["--main_process_port", 0]  # a free one
     words = [*options, at_hand("run_sft.py"), arguments.recipe, *arguments.overrides]
     launched = launch.launch_command_parser().parse_args([str(word) for word in words])
-    # torchrun's own: it hands these signals on, and kills what is still there after so many seconds
+    # torchrun hands these signals on, and kills what is left after so many seconds
     launched.signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     launched.shutdown_timeout = END_SECONDS
     with library_error_as_finding(f"launching with {file}"):
@@ -81,7 +81,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _exit_code(ranks: set[int]) -> int:
-    """`ranks`: the exit codes of those that failed; a negative one is the signal that ended it."""
+    """`ranks`: exit codes of those that failed; a negative one is a signal."""
     if ranks <= {-number for number in STOPPING}:
         return PREEMPTED
     for code in (REFUSED, PREEMPTED):

@@ -1,6 +1,7 @@
-"""`zero-recipes tune`: measure what trains a recipe fastest on this machine, and write that as RECIPE.tuned.yaml.
+"""`zero-recipes tune`: find the fastest settings on this machine, and write RECIPE.tuned.yaml.
 
-The plan's formulas name the candidates that fit. Each trains for a few steps, launched as `sweep` does.
+The plan's formulas name the candidates that fit.
+Each trains for a few steps.
 The faster half goes on with twice as many, until two are left or the time is over.
 """
 
@@ -53,7 +54,7 @@ ONLY_MEASURED = (
 
 
 def tune(arguments: argparse.Namespace) -> int:
-    """Raises Refusal before the first run where nothing could be tried, or results are there."""
+    """Raises Refusal before the first run."""
     quieten()
     path = arguments.recipe
     overrides = arguments.overrides
@@ -104,10 +105,9 @@ def tune(arguments: argparse.Namespace) -> int:
 def candidates(
     recipe: Recipe, processes: int, capacity: int, device: str, strategies: Sequence[str] | None
 ) -> list[sweep.SweepRun]:
-    """What fits by the plan's formulas, the likelier ones first. Raises Refusal where nothing fits.
+    """What fits by the plan's formulas. Raises Refusal if nothing fits.
 
-    First the recipe as it is under the first strategy, then packs under each, then what differs from the recipe in one
-    way, then in two.
+    First the recipe as it is, then packs, then what differs from the recipe in one way, then in two.
     """
     predict = Predictor(quick=True)
     config = model_config(recipe.settings)
@@ -135,7 +135,7 @@ def candidates(
 
 
 def _fitting(job: Job, predict: Predictor, capacity: int) -> list[bool]:
-    """Whether to recompute activations: with and without where the recipe does, else only if nothing fits without."""
+    """Whether to recompute activations: both if the recipe does, else only if nothing fits without."""
     fitting = []
     for recomputes in (False, True):
         prediction = predict(job.changed(**{RECOMPUTES: recomputes}))
@@ -145,7 +145,7 @@ def _fitting(job: Job, predict: Predictor, capacity: int) -> list[bool]:
 
 
 def batches(recipe: Recipe, processes: int) -> list[dict[str, Any]]:
-    """Keys that split the same global batch: packs of as many tokens, its own micro batch, larger and smaller ones."""
+    """Keys that split the same global batch: packs, the recipe's own ({}), other micro batches."""
     settings = recipe.settings
     micro = settings.per_device_train_batch_size
     replicas = processes // settings.sequence_parallel_size
@@ -166,9 +166,9 @@ def batches(recipe: Recipe, processes: int) -> list[dict[str, Any]]:
 
 
 def pack_lengths(recipe: Recipe, rows: int) -> Iterator[tuple[int, int]]:
-    """(packs of a process in a step, tokens of each): the shortest that hold so many rows on average, as TRL packs.
+    """(packs of a process in a step, tokens of each): the shortest that hold `rows` on average, as TRL packs.
 
-    None where a row is cut, or the recipe packs already or cannot.
+    Empty if a row is cut, or the recipe packs already or cannot.
     """
     from datasets import Dataset
     from trl import pack_dataset
@@ -190,7 +190,7 @@ def pack_lengths(recipe: Recipe, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def described(run: sweep.SweepRun) -> str:
-    """A candidate in words: zero2, packs of 400, 1 x 2."""
+    """E.g. zero2, packs of 400, 1 x 2."""
     values = run.values
     words = [run.strategy]
     if not values:
@@ -209,7 +209,7 @@ def described(run: sweep.SweepRun) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate as it was measured last."""
+    """A candidate's last measurement."""
 
     run: sweep.SweepRun
     steps: int
@@ -219,7 +219,7 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """Non-padding tokens a second in a step of median length; 0 where none was measured."""
+        """Non-padding tokens a second in a median step; 0 if not measured."""
         found = self.metrics
         if found.status != "ok" or not found.step_seconds or not found.step_seconds.median:
             return 0.0
@@ -249,10 +249,11 @@ MEASURED = [
 
 
 def halved(field: Sequence[sweep.SweepRun], measure: Callable[..., Row], seconds: float, console: Console) -> list[Row]:
-    """All that were measured, the fastest first: those of later rounds before those of earlier ones.
+    """All rows, the fastest first, later rounds before earlier ones.
 
-    `measure`: of a candidate, so many steps, and its place among the others ("1/9").
-    The first round may take half of the time; another one begins only if it will end in time.
+    `measure`: takes a candidate, steps and its place ("1/9").
+    The first round may take half of the time.
+    Another one begins only if it will end in time.
     """
     ends = time.monotonic() + seconds
     steps = FIRST_STEPS
@@ -289,7 +290,7 @@ def halved(field: Sequence[sweep.SweepRun], measure: Callable[..., Row], seconds
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """With the distance of their mean losses from that of the first that ran, unpacked where one is."""
+    """With `apart`: from the first that ran, unpacked if one is."""
     timed = [row for row in rows if row.speed]
     if not timed:
         return list(rows)

@@ -1,6 +1,6 @@
-"""The subcommands that a few lines hand on to their package, and what they print. Each returns the exit code.
+"""Subcommands of a few lines. Each returns the exit code.
 
-What a verb needs is imported where it runs: `zero-recipes --help` need not wait for torch.
+Imports are local: `zero-recipes --help` need not wait for torch.
 """
 
 import argparse
@@ -20,7 +20,7 @@ GGUF = ("f16", "bf16", "q8_0")
 
 
 def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
-    """The verb in the module of its name, which is imported when it runs."""
+    """The verb in the module of its name."""
 
     def verb(arguments: argparse.Namespace) -> int:
         with working(IMPORTING):
@@ -38,7 +38,7 @@ rent = _elsewhere("rent")
 
 
 def fetch(arguments: argparse.Namespace) -> int:
-    """Local folders are only measured. Raises Refusal where the hub cannot be reached or does not have it."""
+    """Local folders are only measured. Raises Refusal."""
     from zero_recipes.config import recipe as recipes
     from zero_recipes.data.load import load_splits
 
@@ -57,7 +57,7 @@ def fetch(arguments: argparse.Namespace) -> int:
 
 
 def fetch_model(settings) -> Path:
-    """The folder of configuration, tokenizer and weights: safetensors, or *.bin in repositories that have none."""
+    """The model's folder. Weights are *.bin only in repositories without safetensors."""
     from huggingface_hub import HfApi, snapshot_download
 
     name = str(settings.model_name_or_path)
@@ -74,7 +74,7 @@ def fetch_model(settings) -> Path:
 
 
 def fetch_kernel(attn_implementation: str | None) -> None:
-    """Flash attention's build for this machine's torch: one fetched without a GPU is none of a machine with one."""
+    """The build for this machine's torch: one fetched without a GPU is of no use to a machine with one."""
     from zero_recipes.engine.huggingface import attention_name, kernel_version
 
     kernel = attention_name(attn_implementation)
@@ -87,7 +87,7 @@ def fetch_kernel(attn_implementation: str | None) -> None:
 
         folder = Path(install_kernel(repository, revision=revision or kernel_version(repository)))
         print(f"{kernel}: {units.size(_bytes_in(folder.rglob('*')))}")
-    except Exception as error:  # of kernels, huggingface_hub and the network, of many kinds
+    except Exception as error:  # of kernels, huggingface_hub or the network
         print(f"{kernel} was not downloaded: {first_line(error)}")
 
 
@@ -117,7 +117,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     print(f"zero-recipes report {output_dir}")
     fine = {"ok"}
     if takes_all or (arguments.sets and "ok" in statuses):
-        fine.add("refused")  # where values or all strategies are tried, what cannot run here is an answer too
+        fine.add("refused")  # what cannot run here is an answer too
     return 0 if fine.issuperset(statuses) else 1
 
 

@@ -22,12 +22,12 @@ TOKENIZER = (
 def verify(
     folder: Path, deep: bool = False, skip_checksums: bool = False, trust_remote_code: bool = False
 ) -> dict[str, int]:
-    """Compare a saved model or adapter with its class and its checksums.
+    """Compare a saved model or adapter with its class and checksums.
 
-    Of a checkpoint, every file of its manifest is there with its size and checksum, and none would run code.
+    A checkpoint's files must match its manifest and run no code.
     `deep`: no NaN, no Inf, no matrix of zeros.
-
-    Returns {"tensors": count, "parameters": elements, "bytes": size of the files with weights}. Raises NotWhole.
+    Returns the numbers of "tensors" and "parameters", and the "bytes" of the files with weights.
+    Raises NotWhole.
     """
     fault = None if save.is_foreign(folder) else save.checkpoint_fault(folder)
     if fault is None and not skip_checksums:
@@ -61,7 +61,7 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _changed_since_saved(folder: Path) -> str | None:
-    """The first file that is not what checksums.json says, or that it does not name; None where there is none."""
+    """What differs from checksums.json, or None."""
     path = folder / save.CHECKSUMS
     if not path.is_file():
         resolved = folder / "recipe.resolved.yaml"

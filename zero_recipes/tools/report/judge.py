@@ -28,8 +28,6 @@ ON_CPU = "They ran on CPU processes, which says little about GPUs."
 
 
 class Judgement(NamedTuple):
-    """One question about a comparison and its answer."""
-
     question: str
     verdict: Verdict
     measured: str
@@ -38,7 +36,7 @@ class Judgement(NamedTuple):
 
 
 def judge_runs(runs: Runs) -> list[Judgement]:
-    """In the order in which a reader asks. Three of the questions need compared rows."""
+    """Three of the questions need compared rows."""
     compared = read.comparison(runs)
     answers = {}
     if compared:
@@ -51,7 +49,7 @@ def judge_runs(runs: Runs) -> list[Judgement]:
 
 
 def bottom_line(runs: Runs) -> str:
-    """Which run to take, which where memory is short and at what cost, whether losses agree, and who did not finish."""
+    """The recommendation, whether losses agree and answers improved, and what did not finish."""
     compared = read.comparison(runs) or runs
     rows = read.table_rows(compared)
     sentences = _recommendation(rows)
@@ -67,7 +65,7 @@ def bottom_line(runs: Runs) -> str:
 
 
 def _recommendation(rows: Sequence[Row]) -> list[str]:
-    """Sentences on the fastest run, and on the one with the smallest model states where that is another."""
+    """Sentences on the fastest run, and on the one with the smallest model states."""
     timed = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
     if not timed:
         return []
@@ -103,14 +101,14 @@ def _praise(chosen: Row, tied: Sequence[Row], timed: Sequence[Row]) -> str:
 
 
 def sampled_run(runs: Runs) -> MeasuredRun | None:
-    """The run whose answers are shown: a full run where there is one, otherwise the last that has samples."""
+    """The last run that has samples, a full run if there is one."""
     with_samples = [run for run in runs if run.samples]
     chosen = read.single_runs(with_samples) or with_samples
     return chosen[-1] if chosen else None
 
 
 def _alike(runs: Runs) -> Answer:
-    """A comparison needs equal conditions; what a failed row does not know cannot differ."""
+    """What a failed row does not know cannot differ."""
     if len(runs) < 2:
         return "cannot tell", "There is only one row."
     conditions = {}
@@ -193,7 +191,7 @@ def _losses_equal(runs: Runs) -> Answer:
 
 
 def _largest_gap(losses: Mapping[str, Mapping[int, float]], steps: Sequence[int]) -> tuple[float, str]:
-    """The largest difference of two runs at one step, relative to the larger loss, and where it is."""
+    """(gap at one step, relative to the larger loss; where it is)."""
     largest = 0.0
     where = ""
     for step in steps:

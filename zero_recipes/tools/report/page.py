@@ -1,6 +1,6 @@
-"""From a folder of runs to the report's files and the lines in the terminal.
+"""The report's files and its lines in the terminal.
 
-The page is one HTML file: pictures embedded, style inline, nothing fetched from anywhere.
+The page is one HTML file that fetches nothing.
 """
 
 import base64
@@ -25,9 +25,10 @@ VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yel
 
 
 def write_report(folder: Path, console: Console | None = None) -> Path:
-    """Write report.html, report.json and the pictures into `folder`; print the tables and judgements.
+    """Write report.html, report.json and the pictures into `folder`, and print the tables.
 
-    Returns the path of the page. Raises Refusal where a metrics.json cannot be read, or there is none.
+    Returns the page's path.
+    Raises Refusal if a metrics.json cannot be read, or there is none.
     """
     try:
         runs = read_runs(folder)
@@ -68,7 +69,7 @@ def _print(runs: Runs, judgements: Sequence[Judgement], console: Console) -> Non
 
 
 def render_page(runs: Runs, judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> str:
-    """The whole page as text. `pictures`: of the comparison, by name. A single run has its own loss.png."""
+    """`pictures`: of the comparison, by name. A single run has its own loss.png."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""The pictures of the report, without pyplot: nothing global is touched and no display is looked for."""
+"""The report's pictures, without pyplot, which touches global state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ ABSENT = {"oom": "out of memory", "ok": "not measured"}  # why there is no bar, 
 
 
 def draw_comparison(runs: Runs, folder: Path) -> dict[str, Path]:
-    """Write the pictures. Returns their paths by name; none where there is nothing to compare."""
+    """Returns paths by name; none if there is nothing to compare."""
     compared = read.comparison(runs)
     if not compared:
         return {}
@@ -52,10 +52,7 @@ def draw_comparison(runs: Runs, folder: Path) -> dict[str, Path]:
 
 
 def _draw_states(figure: Figure, runs: Runs) -> None:
-    """A stack of the model states of each run's fullest rank, with the measured peak beside it.
-
-    In grey on top: what is on host and disk. A mark across the stack: the textbook's total.
-    """
+    """Model states as a stack, marked at the textbook's total, with the measured peak beside it."""
     peaks = [run.peak("allocated") or 0 for run in runs]
     totals = [sum(_states(run).values()) for run in runs]
     highest = max(*peaks, *totals, *(read.textbook(run) or 0 for run in runs))
@@ -80,7 +77,7 @@ def _draw_states(figure: Figure, runs: Runs) -> None:
 
 
 def _states(run: MeasuredRun) -> dict[str, int]:
-    """Bytes by part, those that are there."""
+    """Bytes by part."""
     sizes = {}
     for part in STATES:
         size = getattr(run.fullest_rank, part, None)
@@ -106,12 +103,11 @@ def _draw_stack(axes: Axes, run: MeasuredRun, center: float, width: float, one: 
 
 
 def _written(size: int, one: int) -> str:
-    """Bytes in the axis's unit; with a unit of their own where they are less."""
+    """In the axis's unit; smaller sizes in their own."""
     return units.significant(size / one) if size >= one else units.size(size)
 
 
 def _draw_throughput(figure: Figure, runs: Runs) -> None:
-    """Non-padding tokens per second over all ranks, with the share of the baseline on top."""
     reference = read.baseline(runs)
     fastest = max(run.speed or 0 for run in runs)
     axes = _titled_axes(figure, "Throughput", runs)
@@ -133,7 +129,6 @@ def _draw_throughput(figure: Figure, runs: Runs) -> None:
 
 
 def _draw_losses(figure: Figure, runs: Runs) -> None:
-    """All losses over each other; the judgement in words says how far they are apart."""
     axes = _titled_axes(figure, "Training loss", runs)
     axes.set(xlabel="optimizer step", ylabel="loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -149,14 +144,14 @@ def _draw_losses(figure: Figure, runs: Runs) -> None:
 
 
 def colours(runs: Runs) -> list[str]:
-    """One colour per run: the five strategies always have theirs, further ones take the next free one."""
+    """The five strategies keep theirs; others take the next free one."""
     others = cycle(OTHERS)
     return [STRATEGIES.get(run.label) or next(others) for run in runs]
 
 
 @contextmanager
 def _figure(path: Path) -> Iterator[Figure]:
-    """A figure that is written to `path` at the end."""
+    """Saved to `path` at the end."""
     with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
         yield figure
@@ -174,7 +169,7 @@ def _titled_axes(figure: Figure, title: str, runs: Runs) -> Axes:
 
 
 def _names_below(axes: Axes, runs: Runs, highest: float) -> None:
-    """Names under the bars, broken so that long ones do not meet; no numbers where nothing is drawn."""
+    """Broken so that long names do not meet; no numbers if nothing is drawn."""
     names = [_label(run).replace("_", "\n").replace(" ", "\n") for run in runs]
     axes.set_xticks(range(len(names)), names, fontsize=10 if len(names) <= 6 else 9)
     spare = max(0, 4 - len(names)) / 2  # two bars alone would look like walls
@@ -185,7 +180,6 @@ def _names_below(axes: Axes, runs: Runs, highest: float) -> None:
 
 
 def _above(axes: Axes, place: float, height: float, text: str, bars: int) -> None:
-    """A number over a bar."""
     clear = [withStroke(linewidth=3, foreground="white")]  # over a bar or a line
     size = 9.5 if bars <= 6 else 8
     _note(axes, text, (place, height), (0, 3), ha="center", va="bottom", fontsize=size, path_effects=clear)

@@ -1,4 +1,4 @@
-"""From what runs recorded to the numbers and tables that the report shows. texts.yaml lists the columns."""
+"""The report's numbers and tables. texts.yaml lists the columns."""
 
 import json
 import textwrap
@@ -38,12 +38,12 @@ def comparison(runs: Runs) -> list[MeasuredRun]:
 
 
 def single_runs(runs: Runs) -> list[MeasuredRun]:
-    """Everything else, such as a full training run beside the sweep; no run of a sweep of values."""
+    """Other runs, without those of a sweep of values."""
     return [run for run in runs if not run.compared and run.swept is None]
 
 
 def sweeps(runs: Runs) -> list[list[MeasuredRun]]:
-    """The runs of each sweep of values: those whose values were set for the same keys."""
+    """Of values: runs that set the same keys."""
     by_keys: dict[tuple[str, ...], list[MeasuredRun]] = {}
     for run in runs:
         if run.swept is not None:
@@ -52,13 +52,13 @@ def sweeps(runs: Runs) -> list[list[MeasuredRun]]:
 
 
 def baseline(runs: Runs) -> MeasuredRun | None:
-    """The run that the others are compared with: ddp, or zero0 where ddp is missing or did not finish."""
+    """ddp, or zero0 if ddp is missing or did not finish."""
     finished = {run.strategy: run for run in comparison(runs) if run.status == "ok"}
     return finished.get("ddp") or finished.get("zero0")
 
 
 def textbook(run: MeasuredRun) -> float | None:
-    """The formula's bytes for this run, or None where no formula covers it (offload, ZeRO++, unknown size)."""
+    """The formula's bytes, or None if no formula covers it (offload, ZeRO++, unknown size)."""
     strategy = run.strategy.removesuffix("_bf16_states")
     if strategy not in STAGES or not run.parameters or not run.world_size or run.precision is None:
         return None
@@ -73,21 +73,21 @@ def textbook(run: MeasuredRun) -> float | None:
 
 
 def relative_speed(run: MeasuredRun, reference: MeasuredRun | None) -> float | None:
-    """Tokens per second as a share of the baseline's; None for runs outside the comparison."""
+    """Share of the baseline's; None outside the comparison."""
     if reference is None or not run.compared:
         return None
     return _ratio(run.speed, reference.speed)
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
-    """None where one of them is not known or the whole is 0."""
+    """None if one is unknown or the whole is 0."""
     if part is None or not whole:
         return None
     return part / whole
 
 
 def _volume_in_phi(run: MeasuredRun, sent: Mapping[str, int] | None) -> float | None:
-    """Bytes by collective, as the paper counts them, in units of Φ, the trainable parameters in the run's precision."""
+    """`sent`: bytes by collective. Φ: the trainable parameters in the run's precision."""
     if sent is None or not run.trainable_parameters or run.precision is None:
         return None
     phi = run.trainable_parameters * BYTES_PER_VALUE[run.precision]
@@ -95,7 +95,7 @@ def _volume_in_phi(run: MeasuredRun, sent: Mapping[str, int] | None) -> float | 
 
 
 def _paper_in_phi(run: MeasuredRun) -> float | None:
-    """What the paper of the strategy says, in Φ: ZeRO's, or ZeRO++'s for what crosses between nodes."""
+    """By ZeRO's paper, or ZeRO++'s for what crosses between nodes."""
     if run.communication_bytes_per_step is None:
         return None
     if run.strategy in zero_paper.PLUS_PLUS:
@@ -149,7 +149,7 @@ def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
 
 
 def _why_ended(run: MeasuredRun) -> tuple[str | None, str | None]:
-    """(code, reason in one line) of a run that did not end well; a code only where it was refused."""
+    """(code, reason in one line); a code only if it was refused."""
     if run.status == "ok":
         return None, None
     if run.failure and run.failure.reason:
@@ -158,7 +158,7 @@ def _why_ended(run: MeasuredRun) -> tuple[str | None, str | None]:
 
 
 def setting(runs: Runs) -> str:
-    """Model, machine and precision in one line; CPU runs say that they are no GPU."""
+    """Model, machine and precision in one line."""
     first = next((run for run in runs if run.model and run.device and run.world_size), runs[0])
     model = (first.model or "unknown model").removeprefix("./")
     count = first.world_size or "?"
@@ -193,7 +193,7 @@ texts = partial(package_yaml, __package__, "texts.yaml")
 
 
 class Table(NamedTuple):
-    """`rows` (table_rows) under columns that name a row, and columns about memory, and about speed and loss."""
+    """`rows` (table_rows) under columns that name them, and those about memory, and speed and loss."""
 
     title: str
     named: list[Column]
@@ -207,7 +207,7 @@ class Table(NamedTuple):
 
 
 def tables(runs: Runs) -> list[Table]:
-    """Of the comparison, of single runs and of each sweep; empty ones are left out."""
+    """Empty ones are left out."""
     found = []
     groups = {"Comparison": comparison(runs), "Single runs": single_runs(runs)}
     for title, group in groups.items():
@@ -219,7 +219,7 @@ def tables(runs: Runs) -> list[Table]:
 
 
 def notes(runs: Runs) -> list[str]:
-    """What a reader needs to know about the columns that are shown."""
+    """On the columns that are shown."""
     shown = set()
     for table in tables(runs):
         shown.update(column.header for column in table.measured)
@@ -228,14 +228,13 @@ def notes(runs: Runs) -> list[str]:
 
 
 def runs_table(runs: Runs, title: str = "") -> Table:
-    """A row a run."""
     rows = table_rows(runs)
     named = [Column("Run", itemgetter("label")), Column("Status", itemgetter("status"))]
     return Table(title, named, _columns("memory", rows), _columns("speed", rows), rows)
 
 
 def sweep_table(runs: Runs) -> Table:
-    """The runs of one sweep: the values that were set, what was measured, and why what did not run did not."""
+    """The runs of one sweep: values, measurements, and why a run failed."""
     rows = table_rows(runs)
     keys = list(runs[0].swept)
     named = [Column(name, partial(_swept_cell, key)) for key, name in short_names(keys).items()]
@@ -271,9 +270,9 @@ def value_text(value: Any) -> str:
 
 
 def _columns(about: str, rows: Sequence[Row], keys: Sequence[str] = ()) -> list[Column]:
-    """The columns "memory" or "speed" (those of `keys`, if given) in which some row has a value.
+    """Columns of texts.yaml (those of `keys`, if given) in which some row has a value.
 
-    Resident memory takes the place of the allocated peak where there is no accelerator.
+    Without an accelerator, resident memory replaces the allocated peak.
     """
     has_accelerator = any(row["peak_allocated_bytes"] for row in rows)
     hidden = "resident_bytes" if has_accelerator else "peak_allocated_bytes"
