@@ -87,7 +87,7 @@ def job_of_row(row: Row) -> Job:
     given |= {"max_steps": 2, "use_peft": row["method"] != "full", "load_in_4bit": row["method"] == "qlora"}
     recipe, ds_config = recipes.parse_recipe(FOLDER / "rows.yaml", given, []), None
     if row["strategy"] not in ("single", "fsdp2"):
-        ds_config = plan_job.read_strategies(recipe, [row["strategy"]], ROOT / "accelerate_configs")[row["strategy"]]
+        ds_config = plan_job.read_strategies(recipe, [row["strategy"]])[row["strategy"]]
     if ds_config is not None:
         ds_config.pop("bucket_sizes", None)  # theirs are not ours
         zero = ds_config["zero_optimization"]

@@ -262,6 +262,7 @@ def test_all_strategies_are_planned_or_named_with_the_reason(capsys, options, st
     [
         ("--gpu abacus", "ZR807", RECIPE),
         ("--gpus 2,x", "ZR805", RECIPE),
+        ("--gpus ²", "ZR805", RECIPE),  # a digit that int() does not read
         ("--gpus 12", "ZR805", RECIPE),
         ("--strategies zero5", "ZR304", RECIPE),
         ("--strategies zero3_plus_plus,zero3_hpz", "ZR842", RECIPE),

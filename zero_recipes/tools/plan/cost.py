@@ -1,8 +1,10 @@
-"""How long a step takes and what a run costs: a range, from counted FLOPs and bytes, the GPU's figures (hardware.yaml)
-and what hosts and links take (times.yaml). benchmarks/planners/ says how many published times the range holds.
+"""How long a step takes and what a run costs: a range, whose accuracy benchmarks/planners/ measures.
+
+From counted FLOPs and bytes, the GPU's figures (hardware.yaml), and what hosts and links take (times.yaml).
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +15,7 @@ from zero_recipes.core.files import package_yaml
 from zero_recipes.core.host import Gpu
 from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import Prediction
-from zero_recipes.tools.plan.formulas import DEFAULT_BUCKET, Sizes, shape_of
+from zero_recipes.tools.plan.formulas import DEFAULT_BUCKET, Sizes, bucket_in, shape_of
 from zero_recipes.tools.plan.job import Job
 
 Range = tuple[float, float]  # low, high
@@ -41,68 +43,89 @@ def regime_of(job: Job) -> str:
     """Of times.yaml's `holds`: jobs whose published times were compared together."""
     if job.zero.offloads:
         return "offload"
-    return "several machines" if job.world_size > job.gpus_per_node else f"one machine, {passes_of(job)}"
+    if job.world_size > job.gpus_per_node:
+        return "several machines"
+    return f"one machine, {passes_of(job)}"
 
 
 def kinds_of(job: Job, gpu: str) -> set[str]:
-    """What times depend on beside the regime: a strategy on a card, the same over long rows, a way of training."""
-    zero, settings = job.zero, job.settings
-    strategy = job.strategy if job.ds_config is None else f"zero{zero.stage}"
-    trained = "QLoRA" if job.quantizes else "LoRA" if settings.use_peft else "full fine-tuning"
+    """What times depend on beside the regime."""
+    zero = job.zero
+    strategy = job.strategy
+    if job.ds_config is not None:
+        strategy = f"zero{zero.stage}"
     card = f"{strategy} on {gpu}"
-    special = {"NVMe": job.on_nvme, "Ulysses": job.sequence_parallel > 1}
-    special["ZeRO++"] = zero.hpz_partition_size > 1 or zero.quantizes_weights or zero.quantizes_gradients
-    special[f"{card} over rows of 16k tokens"] = (settings.max_length or 0) >= LONG_ROW
-    return {card, trained, *(name for name in special if special[name])}
+    has_adapter = job.quantizes or job.settings.use_peft
+    special = {
+        "QLoRA": job.quantizes,
+        "LoRA": has_adapter and not job.quantizes,
+        "full fine-tuning": not has_adapter,
+        "NVMe": job.on_nvme,
+        "Ulysses": job.sequence_parallel > 1,
+        "ZeRO++": zero.hpz_partition_size > 1 or zero.quantizes_weights or zero.quantizes_gradients,
+        f"{card} over rows of 16k tokens": (job.settings.max_length or 0) >= LONG_ROW,
+    }
+    return {card, *(name for name in special if special[name])}
 
 
 def how_good(job: Job, gpu: Gpu) -> str:
     """What the printed range of a step's time is worth."""
-    regime, known = regime_of(job), constants()
-    lacking = ", ".join(sorted(kinds_of(job, gpu.name) - {*known["kinds"][regime]}))
+    regime = regime_of(job)
+    known = constants()
     inside, rows, left_out = known["holds"][regime]
-    kind = f"published times of this kind ({regime})"
-    ending = f"; none of them is for {lacking}" if lacking else ""
-    if not lacking and regime in known["blind"]:
+    lacking = kinds_of(job, gpu.name).difference(known["kinds"][regime])
+    ending = ""
+    if lacking:
+        ending = f"; none of them is for {', '.join(sorted(lacking))}"
+    elif regime in known["blind"]:
         ending = "; {} of {} in a blind test".format(*known["blind"][regime])
+    kind = f"published times of this kind ({regime})"
     return f"Step: {inside} of {rows} {kind} are in the range, {left_out} if fitted without their source{ending}."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
-    """(tokens, FLOPs, share) of one sequence, the mean over a run: the first two without padding, the share of FLOPs
-    with it in those of a sequence that is `longest`. A padded row is as long as the longest of those drawn with it at
-    random. `rows`: None where all are as long as they may be."""
-    model, settings = shape_of(job.config, job.settings).flops, job.settings
+    """(tokens, FLOPs, share) of one sequence, the mean over a run, without padding.
+
+    The share: of FLOPs with padding in those of a sequence that is `longest`.
+    A padded row is as long as the longest of those drawn with it at random.
+    """
+    model = shape_of(job.config, job.settings).flops
     full = model.of_rows([longest])
     if rows is None:
         return longest, full, 1.0
-    tokens, flops = sum(rows.lengths) / rows.sequences, model.of_rows(rows.lengths) / rows.sequences
-    if settings.joined_by or str(settings.train_sampling_strategy) in BY_LENGTH:
+    tokens = sum(rows.lengths) / rows.sequences
+    flops = model.of_rows(rows.lengths) / rows.sequences
+    if job.settings.joined_by or str(job.settings.train_sampling_strategy) in BY_LENGTH:
         return tokens, flops, flops / full
-    ordered, count, together = sorted(rows.lengths), len(rows.lengths), padded_together(job)
+    ordered = sorted(rows.lengths)
+    count = len(ordered)
+    together = padded_together(job)
     chances = [((i + 1) / count) ** together - (i / count) ** together for i in range(count)]  # of being the longest
-    mean = lambda values: sum(chance * value for chance, value in zip(chances, values, strict=True))  # noqa: E731
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(chance * value for chance, value in zip(chances, values, strict=True))
+
     padded = [mean(squares(row, window) for row in ordered) for window in model.attention]
     return tokens, flops, model.of_step(mean(ordered), padded) / full
 
 
 def padded_together(job: Job) -> int:
-    """Of how many rows the longest decides: those of a micro batch; those of all ranks where each waits for the others
-    in every pass (stages 2 and 3 and FSDP2 send something in each; all do without accumulation)."""
-    each_pass = job.zero_stage in (2, 3) or job.is_fsdp or job.settings.gradient_accumulation_steps == 1
-    replicas = job.world_size // job.sequence_parallel
-    return job.settings.per_device_train_batch_size * (replicas if each_pass else 1)
+    """Of how many rows the longest decides: of all ranks' where something is sent in every pass."""
+    rows = job.settings.per_device_train_batch_size
+    if job.zero_stage in (2, 3) or job.is_fsdp or job.settings.gradient_accumulation_steps == 1:
+        rows *= job.world_size // job.sequence_parallel
+    return rows
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one optimizer step, all ranks at work together. Ranges are (low, high)."""
+    """Seconds of one optimizer step, all ranks at work together."""
 
     step_seconds: Range
-    computing: float  # seconds
-    communicating: float  # seconds that are not hidden behind the computation
-    waiting: float  # seconds of GPUs for Python and launches, beyond what they compute and send meanwhile
-    offloading: float  # seconds, none of them hidden
+    computing: float
+    communicating: float  # not hidden behind the computation
+    waiting: float  # of GPUs for Python and launches
+    offloading: float  # none of it hidden
     tokens_per_step: int  # of all ranks, without padding
     mfu: Range
 
@@ -118,147 +141,192 @@ class Speed:
 
 def estimate(job: Job, prediction: Prediction, gpu: Gpu, rows: RowLengths | None = None) -> Speed:
     """`rows`: None where every sequence is taken to be as long as it may be."""
-    tokens, flops, computed = sequence_of(job, prediction.max_length, rows)
-    peak = gpu.peak_flops("tf32" if prediction.precision == "fp32" and job.settings.tf32 else prediction.precision)
-    moved = _memory_bytes(job, prediction) + computed * _activation_bytes(job)
-    attention = Sizes(job, shape_of(job.config, job.settings)).kernel_flops()
-    computing = computed * (prediction.flops_per_step - attention) / peak / constant("achievable")
-    computing += computed * attention / peak / attention_share(job, gpu)
-    computing += moved / (gpu.memory_gb_s * 1e9 * constant("memory_share"))
+    tokens, flops, share = sequence_of(job, prediction.max_length, rows)
+    precision = prediction.precision
+    if precision == "fp32" and job.settings.tf32:
+        precision = "tf32"
+    peak = gpu.peak_flops(precision)
+    computing = _computing(job, prediction, gpu, share, peak)
     communicating = _communicating(job, prediction, gpu, computing)
     waiting = max(0.0, _hosting(job) - computing - communicating)
     offloading = _offloading(job, prediction, gpu)
-    beside, spread = computing + communicating + waiting, constants()["spread"]
-    ends = zip(spread[passes_of(job)], spread["offload"], strict=True)
-    low, high = (by_regime * beside + by_host * offloading for by_regime, by_host in ends)
+    beside = computing + communicating + waiting
+    spread = constants()["spread"]
+    least, most = spread[passes_of(job)]
+    least_offload, most_offload = spread["offload"]
+    low = least * beside + least_offload * offloading
+    high = most * beside + most_offload * offloading
     sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps / job.sequence_parallel
-    used, tokens = sequences * flops / peak, round(sequences * prediction.world_size * tokens)
-    return Speed((low, high), computing, communicating, waiting, offloading, tokens, (used / high, used / low))
+    used = sequences * flops / peak
+    return Speed(
+        (low, high),
+        computing,
+        communicating,
+        waiting,
+        offloading,
+        tokens_per_step=round(sequences * prediction.world_size * tokens),
+        mfu=(used / high, used / low),
+    )
 
 
-def attention_share(job: Job, gpu: Gpu) -> float:
-    """Of the GPU's peak rate, that the recipe's kernel of attention reaches over long rows. torch's own is
-    FlashAttention 2."""
+def _computing(job: Job, prediction: Prediction, gpu: Gpu, share: float, peak: float) -> float:
+    """Seconds. `share`: by `sequence_of`. `peak`: FLOPs per second."""
+    sizes = Sizes(job, shape_of(job.config, job.settings))
+    attention = sizes.kernel_flops()
     known = constant("attention")
-    shares = known.get(job.settings.attn_implementation, known["flash_attention_2"])
-    return shares.get(gpu.name, shares["others"])
+    reached = known.get(job.settings.attn_implementation, known["flash_attention_2"])  # which torch's own is too
+    seconds = share * (prediction.flops_per_step - attention) / peak / constant("achievable")
+    seconds += share * attention / peak / reached.get(gpu.name, reached["others"])
+    moved = _memory_bytes(job, prediction) + share * _activation_bytes(sizes)
+    return seconds + moved / (gpu.memory_gb_s * 1e9 * constant("memory_share"))
 
 
 def _memory_bytes(job: Job, prediction: Prediction) -> float:
-    """What a GPU reads and writes for Adam, and to unpack weights of 4 bits."""
-    share = prediction.trainable_parameters / (prediction.world_size if prediction.zero_stage or job.is_fsdp else 1)
-    adam = share * ADAM_BYTES if prediction.model_state_bytes.optimizer else 0
-    passes = job.settings.gradient_accumulation_steps * (3 if job.recomputes else 2)
-    return adam + (passes * UNPACKED_BYTES * prediction.parameters if job.quantizes else 0)
+    """Read and written for Adam, and to unpack weights of 4 bits."""
+    moved = 0
+    if prediction.model_state_bytes.optimizer:
+        ranks = prediction.world_size if prediction.zero_stage or job.is_fsdp else 1
+        moved += prediction.trainable_parameters / ranks * ADAM_BYTES
+    if job.quantizes:
+        products = job.settings.gradient_accumulation_steps * _rounds(job)
+        moved += products * UNPACKED_BYTES * prediction.parameters
+    return moved
 
 
-def _activation_bytes(job: Job) -> float:
-    """What a GPU reads and writes between matrix products: norms, activations, residuals, scores of eager attention.
-    Backward counts twice."""
-    shape = shape_of(job.config, job.settings)
-    sizes, passes = Sizes(job, shape), job.settings.gradient_accumulation_steps * (3 + job.recomputes)
+def _rounds(job: Job) -> int:
+    return 3 if job.recomputes else 2  # forward, backward, recomputation
+
+
+def _activation_bytes(sizes: Sizes) -> float:
+    """Read and written between products: norms, activations, residuals, scores of eager attention."""
+    shape = sizes.shape
+    passes = sizes.passes * (_rounds(sizes.job) + 1)  # backward counts twice
     inputs = sizes.width * (2 * shape.hidden + shape.ffn)  # of products, whether backward keeps them or not
     layer = sizes.layer(sizes.tokens) + sizes.tokens * (inputs - sizes.inputs())
     return passes * constant("activation_traffic") * shape.layers * layer
 
 
 def _hosting(job: Job) -> float:
-    """Seconds of Python and launches in one step, which goes on beside the GPU's work."""
-    shape, stage = shape_of(job.config, job.settings), job.zero_stage or 0
-    rounds = 3 if job.recomputes else 2  # forward, backward, recomputation
-    times = {
-        "layer_seconds": rounds * shape.layers,
-        "gather_seconds": rounds * len(shape.tensors) if stage == 3 else 0,
-        "reduce_seconds": sum(tensor.trained for tensor in shape.tensors) if stage else 0,
-    }
-    return job.settings.gradient_accumulation_steps * sum(count * constant(name) for name, count in times.items())
+    """Seconds of Python and launches in one step."""
+    shape = shape_of(job.config, job.settings)
+    rounds = _rounds(job)
+    seconds = rounds * shape.layers * constant("layer_seconds")
+    if job.zero_stage == 3:
+        seconds += rounds * len(shape.tensors) * constant("gather_seconds")
+    if job.zero_stage:
+        seconds += sum(tensor.trained for tensor in shape.tensors) * constant("reduce_seconds")
+    return job.settings.gradient_accumulation_steps * seconds
 
 
 def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: float) -> float:
-    """Seconds that the computation waits for collectives: ring algorithms over the slowest link between the ranks.
-    Between machines rings go through every network card of a machine."""
-    ranks, moved = job.world_size, prediction.communication_bytes_per_step
+    """Seconds that the computation waits for collectives: rings over the slowest link between the ranks.
+
+    Between machines they go through every network card of a machine.
+    """
+    ranks = job.world_size
     if ranks == 1:
         return 0.0
-    one_node = ranks <= job.gpus_per_node
-    bandwidth = 1e9 * (gpu.link_gb_s if one_node else min(gpu.network_gb_s * job.gpus_per_node, gpu.link_gb_s))
-    times = {name: 2 if name.startswith("all_reduce") else 1 for name in moved}
-    around = {name: times[name] * (ranks - 1) / ranks * size for name, size in moved.items()}
-    if not one_node and "all_gather" in around and job.zero.hpz_partition_size > 1:  # backward's stay within a node
-        around["all_gather"] *= 1 / 2 + 1 / 2 * bandwidth / (1e9 * gpu.link_gb_s)
-    passes = 1 if job.ds_config is None and not job.is_fsdp else job.settings.gradient_accumulation_steps
-    calls = {name: max(passes, size / _bytes_of_call(job, name)) for name, size in moved.items() if size}
-    each = {
-        name: around[name] / bandwidth / constant("link_share") + count * constant("call_seconds")
-        for name, count in calls.items()
-    }
-    # a pass begins with a gather and ends with a reduction, which have no computation beside them
-    bare = sum(seconds * passes / calls[name] for name, seconds in each.items())
-    return max(bare, sum(each.values()) - window(job) * constant("hidden") * computing)
+    bandwidth = gpu.link_gb_s
+    if ranks > job.gpus_per_node:
+        bandwidth = min(gpu.network_gb_s * job.gpus_per_node, bandwidth)
+    bandwidth *= 1e9
+    passes = job.settings.gradient_accumulation_steps
+    if job.ds_config is None and not job.is_fsdp:
+        passes = 1
+    total = bare = 0  # a pass begins with a gather and ends with a reduction, which have no computation beside them
+    for name, size in prediction.communication_bytes_per_step.items():
+        if not size:
+            continue
+        times = 2 if name.startswith("all_reduce") else 1
+        around = times * (ranks - 1) / ranks * size
+        if name == "all_gather" and ranks > job.gpus_per_node and job.zero.hpz_partition_size > 1:
+            around *= 1 / 2 + 1 / 2 * bandwidth / (1e9 * gpu.link_gb_s)  # backward's stay within a node
+        calls = max(passes, size / _bytes_of_call(job, name))
+        seconds = around / bandwidth / constant("link_share") + calls * constant("call_seconds")
+        total += seconds
+        bare += seconds * passes / calls
+    return max(bare, total - window(job) * constant("hidden") * computing)
 
 
 def _bytes_of_call(job: Job, collective: str) -> float:
-    """That one collective sends at most: DDP's and DeepSpeed's buckets; a layer under FSDP2; what stage 3 gathers
-    ahead, at least one tensor."""
-    shape, zero, width = shape_of(job.config, job.settings), job.zero.zero, 2
+    """That one collective sends at most. Two bytes an element."""
+    shape = shape_of(job.config, job.settings)
+    zero = job.zero.zero
     if job.is_fsdp:
-        return width * shape.parameters / (shape.layers + 1)
+        return 2 * shape.parameters / (shape.layers + 1)  # a layer
     if job.ds_config is None:
         return DDP_BUCKET
     if not collective.startswith("all_gather"):
-        return width * max(
-            1, number_in({"reduce_bucket_size": DEFAULT_BUCKET} | zero, "reduce_bucket_size", shape.hidden**2)
-        )
+        return 2 * max(1, bucket_in(zero, "reduce_bucket_size", DEFAULT_BUCKET, shape.hidden**2))
     if job.zero_stage == 3:
-        ahead = number_in(
-            {"stage3_prefetch_bucket_size": 5e7} | zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2
-        )
-        return width * max(ahead, shape.parameters / len(shape.tensors))
-    return width * number_in({"allgather_bucket_size": DEFAULT_BUCKET} | zero, "allgather_bucket_size", DEFAULT_BUCKET)
+        ahead = bucket_in(zero, "stage3_prefetch_bucket_size", 5e7, 0.9 * shape.hidden**2)
+        return 2 * max(ahead, shape.parameters / len(shape.tensors))
+    return 2 * number_in(zero, "allgather_bucket_size", DEFAULT_BUCKET)
 
 
 def window(job: Job) -> float:
-    """Share of a step's computation that collectives may go on behind. FSDP2: all of it. DDP reduces behind the last
-    backward alone (accelerate's `no_sync`). Not with DeepSpeed 0.19.8: stage 0 reduces after the last backward
-    (runtime/engine.py); stages 1 and 2 keep backward waiting for each reduction although overlap_comm is on
-    (zero/stage_1_and_2.py `average_tensor`, DeepSpeed#8364), and gather after the step; stage 3 gathers ahead, but in
-    published times nothing of its collectives is hidden."""
+    """Share of a step's computation that collectives may go on behind.
+
+    FSDP2: all of it. DDP reduces behind the last backward alone (accelerate's `no_sync`).
+    Not with DeepSpeed 0.19.8: stage 0 reduces after the last backward (runtime/engine.py); stages 1 and 2 keep backward
+    waiting for each reduction although overlap_comm is on (zero/stage_1_and_2.py `average_tensor`, DeepSpeed#8364), and
+    gather after the step; stage 3 gathers ahead, but in published times nothing of its collectives is hidden.
+    """
     if job.ds_config is not None:
         return 0
+    if job.is_fsdp:
+        return 1
     backward = 3 / 4 if job.recomputes else 2 / 3  # of forward, backward and recomputation
-    return 1 if job.is_fsdp else backward / job.settings.gradient_accumulation_steps
+    return backward / job.settings.gradient_accumulation_steps
 
 
 def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> float:
-    """Seconds for what crosses the host link, for Adam on the CPU, and for NVMe; all ranks of a node share these two.
-    On NVMe a step reads and writes the optimizer's 12 bytes a parameter and its gradient (4), reads the parameters (2)
-    for each forward and backward, and writes them once. Nothing is taken to overlap."""
-    here, passes, zero = job.ranks_per_node, prediction.gradient_accumulation_steps, job.zero
-    trained, partition = prediction.trainable_parameters / job.world_size, prediction.parameters / job.world_size
-    crossing = 2 * trained * (passes + 1) if zero.offload_optimizer else 0.0  # gradients in each pass, weights once
-    crossing += 2 * 2 * passes * partition if zero.offload_param else 0  # up for forward and for backward
-    updated = trained * here * passes if zero.offload_optimizer else 0  # times.yaml: gradients meet there in each pass
-    swapped = 2 * 16 * trained * here if zero.offload_optimizer == "nvme" else 0
-    swapped += 2 * (2 * passes + 1) * partition * here if zero.offload_param == "nvme" else 0
-    parts = {"host_share": crossing / (gpu.host_gb_s * 1e9), "cpu_adam": updated, "nvme": swapped}
-    return sum(size / constant(name) for name, size in parts.items())
+    """Seconds for the host link, for Adam on the CPU, and for NVMe; all ranks of a node share the last two.
+
+    NVMe: a step reads and writes the optimizer's 12 bytes a parameter and its gradient (4), reads the parameters (2)
+    for each forward and backward, and writes them once. Nothing is taken to overlap.
+    """
+    zero = job.zero
+    here = job.ranks_per_node
+    passes = prediction.gradient_accumulation_steps
+    trained = prediction.trainable_parameters / job.world_size
+    partition = prediction.parameters / job.world_size
+    crossing = updated = swapped = 0
+    if zero.offload_optimizer:
+        crossing += 2 * trained * (passes + 1)  # gradients in each pass, weights once
+        updated = trained * here * passes  # times.yaml: gradients meet there in each pass
+    if zero.offload_param:
+        crossing += 2 * 2 * passes * partition  # up for forward and for backward
+    if zero.offload_optimizer == "nvme":
+        swapped += 2 * 16 * trained * here
+    if zero.offload_param == "nvme":
+        swapped += 2 * (2 * passes + 1) * partition * here
+    seconds = crossing / (gpu.host_gb_s * 1e9) / constant("host_share")
+    return seconds + updated / constant("cpu_adam") + swapped / constant("nvme")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Money in the currency of the price, (low, high). `run` and `hours` are None where the steps are not known."""
+    """Money in the currency of the price."""
 
     per_step: Range
     per_million_tokens: Range
-    hours: Range | None
+    hours: Range | None  # None where the steps are not known
     run: Range | None
 
 
 def cost(job: Job, speed: Speed, price: float, rows: RowLengths | None = None) -> Cost:
-    """`price`: of one GPU for one hour. The run's steps are known from max_steps, or epochs of data at hand."""
-    times = lambda values, factor: (values[0] * factor, values[1] * factor)  # noqa: E731
-    per_step, steps = times(speed.step_seconds, price * job.world_size / 3600), job.settings.max_steps
-    if rows is not None and rows.epoch and steps <= 0:
+    """`price`: of one GPU for one hour."""
+    per_step = _times(speed.step_seconds, price * job.world_size / 3600)
+    per_million = _times(per_step, 1e6 / speed.tokens_per_step)
+    steps = job.settings.max_steps
+    if steps <= 0 and rows is not None and rows.epoch:
         steps = steps_by_epochs(rows.epoch, job.settings, job.world_size // job.sequence_parallel)
-    hours, run = (times(speed.step_seconds, steps / 3600), times(per_step, steps)) if steps > 0 else (None, None)
-    return Cost(per_step, times(per_step, 1e6 / speed.tokens_per_step), hours, run)
+    if steps <= 0:
+        return Cost(per_step, per_million, None, None)
+    return Cost(per_step, per_million, _times(speed.step_seconds, steps / 3600), _times(per_step, steps))
+
+
+def _times(values: Range, factor: float) -> Range:
+    low, high = values
+    return low * factor, high * factor

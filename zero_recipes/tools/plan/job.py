@@ -1,5 +1,6 @@
-"""What a prediction is made for: one recipe under one strategy on a number of GPUs; from the command line to such jobs,
-and from a job to its command line. Needs no weights and never asks the hub.
+"""What a prediction is made for: from the command line to jobs, and from a job to its command line.
+
+Needs no weights and never asks the hub.
 """
 
 import argparse
@@ -30,16 +31,35 @@ from zero_recipes.tools.plan.shape import shape_of
 HOSTS, MACHINE_RANK = "HOST,HOST", "K"  # in a command for several machines: of each machine
 FSDP = "fsdp2"  # the strategy that no ds_config describes
 SINGLE = "single"  # one process, without DeepSpeed
-MODELS = Path(__file__).with_name("models")
 ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 ON_SEVERAL = ("zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", FSDP)  # GPUs: one has nobody to share with
-EVERY = (*ALL, *ON_SEVERAL)  # what `--strategies all` means
-EVERY += ("zero3_offload_infinity", "zero3_infinity", "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")
-# keys of a recipe that no prediction depends on, and those that a plan may change
-NO_PART = {"output_dir", "run_name", "overwrite", "predict", "skip_plan", "resume_from_checkpoint", "save_model"}
-NO_PART |= {"max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "seed", "data_seed", "allow_keys"}
-NO_PART |= {"dataset_name", "sample_prompts", "sample_max_new_tokens", "logging_steps", "save_steps", "eval_steps"}
-NO_PART |= {"ignore"}
+ON_DISK = ("zero3_offload_infinity", "zero3_infinity")
+EVERY = (*ALL, *ON_SEVERAL, *ON_DISK, "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")  # `--strategies all`
+# keys of a recipe that no prediction depends on
+NO_PART = {
+    "allow_keys",
+    "data_seed",
+    "dataset_name",
+    "eval_steps",
+    "ignore",
+    "learning_rate",
+    "logging_steps",
+    "max_steps",
+    "num_train_epochs",
+    "output_dir",
+    "overwrite",
+    "predict",
+    "resume_from_checkpoint",
+    "run_name",
+    "sample_max_new_tokens",
+    "sample_prompts",
+    "save_model",
+    "save_steps",
+    "seed",
+    "skip_plan",
+    "warmup_steps",
+}
+# those that a plan may change
 CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
 NO_FOLDER = "ZR233"  # the folder on NVMe is the machine's, and a plan is made elsewhere
 USELESS = ("ZR224", "ZR226")  # warnings: ZeRO++ on one node, which costs and saves nothing
@@ -49,17 +69,17 @@ Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None with
 
 @dataclass(frozen=True)
 class Job:
-    """One recipe under one strategy on a number of GPUs. Nothing in it needs weights, data or a network."""
+    """One recipe under one strategy on a number of GPUs."""
 
     model: str  # as the recipe names it
     config: dict[str, Any]  # the model's config.json
-    settings: Settings  # the recipe's settings with overrides: TRL's keys and ours
+    settings: Settings  # with overrides
     strategy: str  # a name of accelerate_configs/, or "single"
-    ds_config: dict[str, Any] | None  # with the "auto" values that transformers fills in; None without DeepSpeed
+    ds_config: dict[str, Any] | None  # with the "auto" values that transformers fills in
     world_size: int
     gpus_per_node: int
-    device: str = "gpu"  # "cpu": as CPU processes over gloo hold it, to compare with a run on them
-    workspace: int = 0  # bytes of cuBLAS for each thread on the card (hardware.yaml); 0 where the card is not known
+    device: str = "gpu"  # "cpu": processes over gloo, to compare with a run on them
+    workspace: int = 0  # bytes of cuBLAS for each thread (hardware.yaml); 0 where the card is not known
     evaluated: tuple[int, int] | None = None  # RowLengths.evaluated; None: whole rows of max_length, all with loss
 
     @property
@@ -73,12 +93,14 @@ class Job:
 
     @property
     def precision(self) -> str:
-        """ "bf16", "fp16" or "fp32", in which it computes; torch_autocast keeps the weights in fp32. Without mixed
-        precision the weights' own."""
+        """ "bf16", "fp16" or "fp32", in which it computes: without mixed precision the weights' own."""
+        computed = self.zero.autocast or self.settings.precision
+        if computed != "fp32":
+            return computed
         own = str(self.settings.dtype or "auto").removeprefix("torch.")
-        own = self.config.get("dtype") or self.config.get("torch_dtype") if own == "auto" else own
-        pure = {"bfloat16": "bf16", "float16": "fp16"}.get(str(own), "fp32")
-        return self.zero.autocast or (pure if self.settings.precision == "fp32" else self.settings.precision)
+        if own == "auto":
+            own = str(self.config.get("dtype") or self.config.get("torch_dtype"))
+        return {"bfloat16": "bf16", "float16": "fp16"}.get(own, "fp32")
 
     @property
     def is_fsdp(self) -> bool:
@@ -95,8 +117,10 @@ class Job:
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether stage 3 keeps gathered weights from forward to backward: torch's own linear layers do. Before 0.19.4
-        DeepSpeed replaced them only under zero.Init (deepspeedai/DeepSpeed#8189)."""
+        """Whether stage 3 keeps weights from forward to backward: torch's own linear layers do.
+
+        Before 0.19.4 DeepSpeed replaced them only under zero.Init (deepspeedai/DeepSpeed#8189).
+        """
         replaced = self.zero.zero.get("memory_efficient_linear", True)
         return self.zero_stage == 3 and not replaced and not self.recomputes
 
@@ -115,20 +139,23 @@ class Job:
 
     @property
     def recomputes(self) -> bool:
-        new = self.settings.activation_checkpointing
-        return bool(self.settings.gradient_checkpointing if new is None else new)  # transformers' old name
+        if self.settings.activation_checkpointing is None:
+            return bool(self.settings.gradient_checkpointing)  # transformers' old name
+        return bool(self.settings.activation_checkpointing)
 
     def changed(self, **values: Any) -> Self:
         return replace(self, settings=self.settings.replace(**values))
 
     def under(self, strategy: str, ds_config: dict[str, Any] | None) -> Self:
         """Under another strategy, our own "auto" values filled in as in a run."""
-        settings, here = self.settings.replace(use_cpu=self.device == "cpu"), {"LOCAL_WORLD_SIZE": self.ranks_per_node}
-        filled = ds_config and fill_own_autos(ds_config, settings, self.world_size, here, self.size_of_model)
-        return replace(self.changed(deepspeed=filled), strategy=strategy, ds_config=filled)
+        if ds_config:
+            settings = self.settings.replace(use_cpu=self.device == "cpu")
+            environment = {"LOCAL_WORLD_SIZE": self.ranks_per_node}
+            ds_config = fill_own_autos(ds_config, settings, self.world_size, environment, self.size_of_model)
+        return replace(self.changed(deepspeed=ds_config), strategy=strategy, ds_config=ds_config)
 
     def size_of_model(self) -> tuple[int, int] | None:
-        """(hidden size, elements of the largest tensor); None where the model cannot be built from its config alone."""
+        """(hidden size, elements of the largest tensor); None where the model cannot be built."""
         with suppress(Refusal):
             shape = shape_of(self.config, self.settings)
             return shape.hidden, max(tensor.size for tensor in shape.tensors)
@@ -141,7 +168,7 @@ class Job:
         return cls(**(written | {"settings": Settings(written["settings"])}))
 
     def key(self, versions: dict[str, str]) -> str:
-        """Name of the cached answer: everything that it depends on."""
+        """Name of the cached answer: a hash of everything that it depends on."""
         settings = {key: value for key, value in vars(self.settings).items() if key not in NO_PART}
         dependencies = [vars(self) | {"settings": settings}, versions]
         return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()
@@ -149,64 +176,79 @@ class Job:
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     """Cached, because TRL's parser imports torch and transformers."""
-    mapping, sha256 = recipes.recipe_in_force(path), hashlib.sha256(path.read_bytes()).hexdigest()
+    mapping = recipes.recipe_in_force(path)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
 
     def parsed() -> list[dict[str, Any]]:
         found = recipes.parse_recipe(path, mapping, list(overrides))
         return [found.settings.as_dict(), dict(found.explicit)]
 
-    words = [*overrides, *(str(mapping.get(key)) for key in ("model_name_or_path", "dataset_name"))]
-    here = [str(at_hand(word.rpartition("=")[2])) for word in words]  # parse_recipe looks for the package's files
+    # parse_recipe looks for the package's files
+    words = [*overrides, str(mapping.get("model_name_or_path")), str(mapping.get("dataset_name"))]
+    here = [str(at_hand(word.rpartition("=")[2])) for word in words]
     settings, explicit = cached(parsed, sha256, words, here)
     return Recipe(path, Settings(settings), MappingProxyType(explicit), sha256)
 
 
-def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = FOLDER) -> Strategies:
-    """The requested strategies: files of `folder`; unset, the recipe's own `deepspeed:`, or all. Raises Refusal."""
-    own = recipe.settings.deepspeed
-    if names is None and str(recipe.settings.fsdp).lower() == "true":
+def read_strategies(recipe: Recipe, names: Sequence[str] | None) -> Strategies:
+    """Without `names` the recipe's own `deepspeed:`, or ALL. Raises Refusal."""
+    settings = recipe.settings
+    if names is None and str(settings.fsdp).lower() == "true":
         return {FSDP: None}
-    if own is not None and names is None:
-        config = read_json_mapping(own)
+    if settings.deepspeed is not None:
+        if names is not None:
+            raise refusal("ZR801", names=",".join(names))
+        config = read_json_mapping(settings.deepspeed)
         return {DsConfig(config).name: config}
-    if own is not None:
-        raise refusal("ZR801", names=",".join(names))
-    fp16 = recipe.settings.precision == "fp16"  # zero0 is refused (ZR193)
-    named = EVERY if names == ["all"] else names or [name for name in ALL if name != "zero0" or not fp16]
-    files = {name: at_hand(folder / f"{name}.yaml") for name in named}
-    return {name: None if name == SINGLE else _ds_config_of(file) for name, file in files.items()}
+    if names == ["all"]:
+        names = EVERY
+    elif not names:
+        names = list(ALL)
+        if settings.precision == "fp16":
+            names.remove("zero0")  # refused: ZR193
+    return {name: _ds_config_of(name) for name in names}
 
 
-def _ds_config_of(path: Path) -> dict[str, Any] | None:
+def _ds_config_of(strategy: str) -> dict[str, Any] | None:
+    if strategy == SINGLE:
+        return None
+    path = at_hand(FOLDER / f"{strategy}.yaml")
     with library_error_as_finding(f"reading the accelerate file {path}"):  # accelerate itself waits for torch
         launched = yaml.safe_load(path.read_text()) if path.is_file() else read_accelerate_file(path)
         named = (launched.get("deepspeed_config") or {}).get("deepspeed_config_file")
         kind = launched.get("distributed_type")
-    if kind in ("DEEPSPEED", "FSDP") and named is None and path.stem != FSDP:
+    if named is None and kind in ("DEEPSPEED", "FSDP") and path.stem != FSDP:
         raise refusal("ZR367", path=path, kind=kind)
     return None if named is None else read_json_mapping(named)
 
 
 def model_config(settings: Settings) -> dict[str, Any]:
-    """The model's config.json: of a folder, of those in plan/models/, or of the cache. Raises Refusal without one."""
+    """Its config.json: of a folder, of those in plan/models/, or of the cache. Raises Refusal without one."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    name, revision = str(settings.model_name_or_path), settings.model_revision
-    known, path = known_models(), Path(name) / "config.json"
-    if not path.is_file() and name in known and revision in (None, "main"):
-        return known[name]["config"]
+    name = str(settings.model_name_or_path)
+    revision = settings.model_revision or "main"
+    path = Path(name, "config.json")
+    if path.is_file():
+        return json.loads(path.read_text())
+    if revision == "main" and name in known_models():
+        return known_models()[name]["config"]
     with suppress(HFValidationError):  # a path of a folder that is not there
-        found = path if path.is_file() else try_to_load_from_cache(name, "config.json", revision=revision)
-        if isinstance(found, (str, Path)):
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+        if isinstance(found, str):
             return json.loads(Path(found).read_text())
-    raise refusal("ZR804", name=name, at="" if revision in (None, "main") else f" at revision {revision}")
+    raise refusal("ZR804", name=name, at="" if revision == "main" else f" at revision {revision}")
 
 
 def known_models() -> dict[str, dict[str, Any]]:
-    """{model's name on the hub: its file in plan/models/ with config, source, revision and parameters}."""
-    entries = [json.loads(path.read_text()) for path in sorted(MODELS.glob("*.json"))]
-    return {name: entry for entry in entries for name in (entry["model"], *entry["names"])}
+    """{model's name on the hub: its file in plan/models/}."""
+    known = {}
+    for path in sorted(Path(__file__).with_name("models").glob("*.json")):
+        entry = json.loads(path.read_text())
+        for name in (entry["model"], *entry["names"]):
+            known[name] = entry
+    return known
 
 
 def job_of(
@@ -215,22 +257,23 @@ def job_of(
     strategy: str,
     ds_config: dict[str, Any] | None,
     ranks: int,
-    per_node: int = 8,
+    per_node: int = 8,  # of most machines that are rented
     device: str = "gpu",
 ) -> Job:
-    """Raises Refusal where global_batch_size cannot be made of so many ranks. `per_node`: GPUs of most machines that
-    are rented; --gpus_per_node says otherwise."""
-    settings, name = recipe.settings, SINGLE if ds_config is None and ranks == 1 else strategy
+    """Raises Refusal where global_batch_size cannot be made of so many ranks."""
+    settings = recipe.settings
     accumulation = recipes.derive_accumulation(settings, recipe.explicit, ranks)
     if accumulation is not None:
         settings = settings.replace(gradient_accumulation_steps=accumulation)
-    made = Job(settings.model_name_or_path, config, settings, name, None, ranks, min(per_node, ranks), device)
-    return made.under(name, ds_config)
+    if ds_config is None and ranks == 1:
+        strategy = SINGLE
+    made = Job(settings.model_name_or_path, config, settings, strategy, None, ranks, min(per_node, ranks), device)
+    return made.under(strategy, ds_config)
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the command line requests, read and checked."""
+    """The command line, read and checked."""
 
     recipe: Recipe
     overrides: list[str]
@@ -239,33 +282,36 @@ class PlanRequest:
     counts: list[int]
     gpus_per_node: int
     gpu: Gpu
-    host: int | None = None  # bytes of each machine's memory, where it was given
+    host: int | None = None  # bytes of each machine's memory
     nvme: int | None = None  # the same of its NVMe
-    lengths: RowLengths | None = None  # of the rows, where they are at hand or stated
+    lengths: RowLengths | None = None
     no_lengths: str | None = None  # why they are not known
 
     def jobs(self) -> tuple[list[Job], dict[int, dict[str, str]]]:
-        """(those that can run, {number of GPUs: {strategy: why it is not planned}}). Raises Refusal for none."""
-        able, excluded = [], {}
+        """(those that can run, {GPUs: {strategy: why it is not planned}}). Raises Refusal for none."""
+        able = []
+        excluded = {}
         for count in self.counts:
-            excluded[count] = {}
+            reasons = excluded[count] = {}
             for strategy in self.strategies:
                 try:
-                    config = self.strategies[strategy]
-                    job = job_of(self.recipe, self.config, strategy, config, count, self.gpus_per_node)
-                    evaluated = self.lengths and self.lengths.evaluated
-                    job = replace(job, workspace=self.gpu.workspace_bytes, evaluated=evaluated)
+                    job = self._job(strategy, count)
                     why = self._excluded(strategy, job)
                 except Refusal as refused:  # global_batch_size cannot be made of so many ranks
                     why = refused.what
                 if why is None:
                     able.append(job)
                 else:
-                    excluded[count][strategy] = why
+                    reasons[strategy] = why
         if not able:
-            reasons = "; ".join(f"{name}: {why}" for name, why in excluded[count].items())
-            raise refusal("ZR842", count=count, reasons=reasons)
+            listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+            raise refusal("ZR842", count=count, reasons=listed)
         return able, excluded
+
+    def _job(self, strategy: str, count: int) -> Job:
+        job = job_of(self.recipe, self.config, strategy, self.strategies[strategy], count, self.gpus_per_node)
+        evaluated = self.lengths and self.lengths.evaluated
+        return replace(job, workspace=self.gpu.workspace_bytes, evaluated=evaluated)
 
     def _excluded(self, strategy: str, job: Job) -> str | None:
         if job.world_size == 1 and strategy in ON_SEVERAL and len(self.strategies) > 1:
@@ -277,39 +323,69 @@ class PlanRequest:
         return why_not(job)
 
     def command(self, job: Job) -> str:
-        return run_command(self.recipe.path, self.recipe.settings, self.overrides, job)
+        """What to type: the recipe's own values are left out, what the plan changed is added."""
+        settings = self.recipe.settings
+        words = ["zero-recipes", "train", str(self.recipe.path)]
+        if job.strategy != SINGLE and settings.deepspeed is None:  # else the recipe says all
+            words += ["--config_file", f"{job.strategy}.yaml"]
+        words += ["--num_processes", str(job.world_size)]
+        if job.world_size > job.gpus_per_node:
+            words += ["--hosts", HOSTS, "--machine_rank", MACHINE_RANK]
+        words += self.overrides
+        for key in CHANGED:
+            is_derived = key == "gradient_accumulation_steps" and settings.global_batch_size is not None
+            value = getattr(job.settings, key)
+            if value != getattr(settings, key) and not is_derived:
+                words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+        if job.on_nvme and settings.nvme_path is None:
+            words += ["--nvme_path", "FOLDER"]
+        return shlex.join(words)
 
 
 def read_request(
     arguments: argparse.Namespace, overrides: list[str], recipe: Recipe | None = None, config: dict | None = None
 ) -> PlanRequest:
-    """Of the command line, or of this recipe and its model's config."""
-    gpu, recipe = gpu_named(arguments.gpu, gpus(arguments.hardware)), recipe or read_recipe(arguments.recipe, overrides)
+    gpu = gpu_named(arguments.gpu, gpus(arguments.hardware))
     if arguments.network is not None:
         gpu = gpu.model_copy(update={"network_gb_s": arguments.network})
-    settings, text, per_node = recipe.settings, arguments.gpus, arguments.gpus_per_node
+    recipe = recipe or read_recipe(arguments.recipe, overrides)
+    settings = recipe.settings
     if settings.precision == "bf16" and not gpu.bf16:
         raise refusal("ZR273", name=gpu.name)
-    counts = sorted({int(part) if part.strip().isdigit() else 0 for part in text.split(",")})
-    if per_node < 1 or any(count < 1 or (count > per_node and count % per_node) for count in counts):
-        raise refusal("ZR805", text=text, per_node=per_node)
-    strategies, config = read_strategies(recipe, arguments.strategies), config or model_config(settings)
-    host, nvme = (None if size is None else int(size * 1e9) for size in (arguments.host_memory, arguments.nvme))
+    counts = _counts(arguments.gpus, arguments.gpus_per_node)
+    strategies = read_strategies(recipe, arguments.strategies)
+    config = config or model_config(settings)
     mean = arguments.mean_tokens
-    found = _rows(recipe) if mean is None else stated(mean, settings)
-    lengths, unknown = (None, found) if isinstance(found, str) else (found, None)
-    return PlanRequest(recipe, overrides, config, strategies, counts, per_node, gpu, host, nvme, lengths, unknown)
+    rows = _rows(recipe) if mean is None else stated(mean, settings)
+    known = {"no_lengths": rows} if isinstance(rows, str) else {"lengths": rows}
+    machine = (arguments.gpus_per_node, gpu, _bytes(arguments.host_memory), _bytes(arguments.nvme))
+    return PlanRequest(recipe, overrides, config, strategies, counts, *machine, **known)
+
+
+def _counts(text: str, per_node: int) -> list[int]:
+    """Of GPUs: whole machines, or a part of one. Raises Refusal."""
+    counts = set()
+    for part in text.split(","):
+        count = int(part) if part.strip().isdecimal() else 0
+        if count < 1 or (count > per_node and count % per_node):
+            raise refusal("ZR805", text=text, per_node=per_node)
+        counts.add(count)
+    return sorted(counts)
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else int(gigabytes * 1e9)
 
 
 def _rows(recipe: Recipe) -> RowLengths | str:
-    """Their lengths, or why these are unknown. Cached as long as the files of model, template and data are the same."""
+    """Their lengths, or why not. Cached while the files of model, template and data are the same."""
     settings = recipe.settings
-    data = filter(
-        None, [settings.dataset_name, settings.chat_template_path, *(entry["path"] for entry in settings.datasets)]
-    )
-    files = [_files(str(settings.model_name_or_path), "models"), *(_files(name, "datasets") for name in data)]
-    if not files[0]:
+    tokenizer = _files(settings.model_name_or_path, "models")
+    if not tokenizer:
         return "the tokenizer is neither a local folder nor in the cache"
+    files = [tokenizer]
+    data = [settings.dataset_name, settings.chat_template_path, *(entry["path"] for entry in settings.datasets)]
+    files += [_files(name, "datasets") for name in data if name]
 
     def counted() -> dict[str, Any] | str:
         from zero_recipes.data.prepare import rows_at_hand
@@ -318,44 +394,32 @@ def _rows(recipe: Recipe) -> RowLengths | str:
         return found if isinstance(found, str) else vars(found)
 
     found = cached(counted, settings.as_dict(), files) if all(files) else counted()
-    return found if isinstance(found, str) else RowLengths(**found | {"lengths": tuple(found["lengths"])})
+    if isinstance(found, str):
+        return found
+    return RowLengths(**found | {"lengths": tuple(found["lengths"])})
 
 
 def _files(name: str, kind: str) -> list[list[Any]]:
-    """Of a model or data set, local or in the Hub's cache, with their modification times."""
-    cached = Path(constants.HF_HUB_CACHE, f"{kind}--{name.replace('/', '--')}", "snapshots")
-    folder = Path(name) if os.path.exists(name) else cached
+    """Local or in the Hub's cache, with their modification times."""
+    folder = Path(name)
+    if not os.path.exists(name):
+        folder = Path(constants.HF_HUB_CACHE, f"{kind}--{name.replace('/', '--')}", "snapshots")
     return sorted([str(file), file.stat().st_mtime_ns] for file in (folder, *folder.rglob("*")) if file.exists())
 
 
 def why_not(job: Job) -> str | None:
-    """What a run of `job` would be refused for, or would gain nothing by; None where it is neither."""
+    """What it would be refused for, or would gain nothing by."""
     zero = job.zero
-    special = (zero.on_nvme, zero.quantizes_weights, zero.quantizes_gradients, zero.bf16_masters, zero.autocast)
-    if not any(special) and zero.hpz_partition_size == 1:
+    is_plus_plus = zero.hpz_partition_size != 1 or zero.quantizes_weights or zero.quantizes_gradients
+    if not (is_plus_plus or zero.on_nvme or zero.bf16_masters or zero.autocast):
         return None  # the others need no import of all checks
     from zero_recipes.checks.deepspeed_rules import strategy_findings
     from zero_recipes.config.run import Run
     from zero_recipes.config.strategy import Strategy
 
     strategy = Strategy(zero.name, job.world_size, zero, "the ds_config")
-    launch = {"LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
-    found = strategy_findings(Run(None, job.settings, {}, strategy, "cuda", launch))
-    named = (one for one in found if one.code in USELESS or (one.level == "error" and one.code != NO_FOLDER))
-    return next((f"{one.what} ({one.code})" for one in named), None)
-
-
-def run_command(recipe: Path, settings: Settings, overrides: Sequence[str], job: Job) -> str:
-    """What to type to run `job`: the recipe's own values are left out, what the plan changed is added."""
-    fixed, options = settings.global_batch_size is not None, [*overrides]
-    for key in CHANGED:
-        value = getattr(job.settings, key)
-        if value != getattr(settings, key) and not (fixed and key == "gradient_accumulation_steps"):
-            options += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
-    if job.on_nvme and settings.nvme_path is None:
-        options += ["--nvme_path", "FOLDER"]
-    own = job.strategy == SINGLE or settings.deepspeed is not None  # the recipe says all
-    launch = [*([] if own else ["--config_file", f"{job.strategy}.yaml"]), "--num_processes", str(job.world_size)]
-    if job.world_size > job.gpus_per_node:
-        launch += ["--hosts", HOSTS, "--machine_rank", MACHINE_RANK]
-    return shlex.join(["zero-recipes", "train", str(recipe), *launch, *options])
+    environment = {"LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
+    for found in strategy_findings(Run(None, job.settings, {}, strategy, "cuda", environment)):
+        if found.code in USELESS or (found.level == "error" and found.code != NO_FOLDER):
+            return f"{found.what} ({found.code})"
+    return None

@@ -1,10 +1,9 @@
-"""The numbers of a model that formulas need, from its config.json alone: built without memory once, then from disk."""
+"""The numbers of a model that formulas need, from its config.json: built without memory once, then from disk."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 from zero_recipes.checks import capacity
@@ -24,8 +23,7 @@ def shape_of(config: Mapping[str, Any], settings: Settings) -> "Shape":
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of a model that formulas need, LoRA's adapter included. Counts are elements; widths are elements per
-    token."""
+    """LoRA's adapter included. Counts are elements; widths are elements per token."""
 
     tensors: Sequence[capacity.SwapTensor]
     parameters: int
@@ -48,10 +46,11 @@ class Shape:
 @lru_cache(maxsize=64)
 def _shape(config_json: str, lora_json: str) -> Shape:
     """From disk where possible, because building a model imports torch, transformers and PEFT."""
-    found = cached(lambda: of_model(json.loads(config_json), json.loads(lora_json)), config_json, lora_json)
-    weights, trained, attention = found["flops"]
-    tensors = [capacity.SwapTensor(*tensor) for tensor in found["tensors"]]
-    return Shape(**found | {"tensors": tensors, "flops": ModelFlops(weights, trained, dict(attention))})
+    fields = cached(lambda: of_model(json.loads(config_json), json.loads(lora_json)), config_json, lora_json)
+    fields["tensors"] = [capacity.SwapTensor(*tensor) for tensor in fields["tensors"]]
+    weights, trained, attention = fields["flops"]
+    fields["flops"] = ModelFlops(weights, trained, dict(attention))
+    return Shape(**fields)
 
 
 def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,31 +63,58 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
     with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
         config = AutoConfig.for_model(**raw)
         model = build_on_meta(config)
-        names = [name for name, _ in model.named_parameters()]
         embedding = model.get_input_embeddings().weight
-        tied = model.get_output_embeddings().weight is embedding
+        is_tied = model.get_output_embeddings().weight is embedding
         peft_config = adapter_config(Settings(dict(lora)))
-        model = model if peft_config is None else get_peft_model(model, peft_config)
-    text, found = config.get_text_config(), SimpleNamespace()
-    found.tensors = [capacity.SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters()]
-    found.parameters = sum(tensor.size for tensor in found.tensors)
-    found.trainable = sum(tensor.size for tensor in found.tensors if tensor.trained)
-    found.multiplied = found.parameters if tied else found.parameters - embedding.numel()
-    adapted = sum(p.shape[-1] for name, p in model.named_parameters() if "lora_A" in name)
-    found.adapted = adapted / text.num_hidden_layers
-    found.layers, found.hidden = text.num_hidden_layers, text.hidden_size
-    found.heads = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
-    head_width = getattr(text, "head_dim", None) or found.hidden // found.heads
-    found.query_width = found.heads * head_width
-    found.kv_width = (getattr(text, "num_key_value_heads", None) or found.heads) * head_width
-    found.ffn = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * found.hidden
+        if peft_config is not None:
+            model = get_peft_model(model, peft_config)
+    fields = _counts(model) | _widths(config.get_text_config())
+    fields["multiplied"] = fields["parameters"] - (0 if is_tied else embedding.numel())
+    fields["adapted"] /= fields["layers"]
+    fields["dtype"] = str(config.dtype or "float32").removeprefix("torch.")
+    flops = model_flops(model)
+    fields["flops"] = flops.weights, flops.trained, [*flops.attention.items()]  # JSON has no key that is None
+    return fields
+
+
+def _counts(model: Any) -> dict[str, Any]:
+    """`adapted`: of all layers."""
+    tensors = []
+    adapted = 0
+    is_gated = False
+    for name, weight in model.named_parameters():
+        tensors.append(capacity.SwapTensor(weight.numel(), weight.ndim > 1, weight.requires_grad))
+        if "lora_A" in name:
+            adapted += weight.shape[-1]
+        if "gate_proj" in name or "gate_up_proj" in name:
+            is_gated = True
+    return {
+        "tensors": tensors,
+        "parameters": sum(tensor.size for tensor in tensors),
+        "trainable": sum(tensor.size for tensor in tensors if tensor.trained),
+        "adapted": adapted,
+        "gated": is_gated,
+    }
+
+
+def _widths(text: Any) -> dict[str, int]:
+    def value(name: str, default: int) -> int:
+        return getattr(text, name, None) or default
+
+    hidden = text.hidden_size
+    heads = value("num_attention_heads", 1)  # Mamba has none
+    head_width = value("head_dim", hidden // heads)
+    ffn = value("intermediate_size", value("n_inner", 4 * hidden))
     experts, active = active_experts(text)
     if experts:
-        found.ffn = active * (getattr(text, "moe_intermediate_size", None) or found.ffn)
-    found.gated = any("gate_proj" in name or "gate_up_proj" in name for name in names)
-    found.embedding = text.vocab_size * found.hidden
-    found.positions = getattr(text, "max_position_embeddings", 0)
-    found.dtype = str(config.dtype or "float32").removeprefix("torch.")
-    flops = model_flops(model)
-    found.flops = flops.weights, flops.trained, [*flops.attention.items()]  # JSON has no key that is None
-    return vars(found)
+        ffn = active * value("moe_intermediate_size", ffn)
+    return {
+        "layers": text.num_hidden_layers,
+        "hidden": hidden,
+        "heads": heads,
+        "query_width": heads * head_width,
+        "kv_width": value("num_key_value_heads", heads) * head_width,
+        "ffn": ffn,
+        "embedding": text.vocab_size * hidden,
+        "positions": getattr(text, "max_position_embeddings", 0),
+    }
