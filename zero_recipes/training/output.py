@@ -108,7 +108,7 @@ class RecipeRun:
             say(f"kept: the results of an earlier run, in {previous}")
         if rank() == 0:
             forms, rows = self.data.shown
-            header = [*run.strategy.described(run.device, self.args), *(f"recognized    {form}" for form in forms)]
+            header = [*run.strategy.described(run.device, run.settings), *(f"recognized    {form}" for form in forms)]
             header += [f"parameters    {self.parameters:,}", str(self.data.audit)]
             print(*header, *self.data.findings, sep="\n", flush=True)
             show_rows(rows, terminal(), SHOWN)
