@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves  # noqa: PLC2701 - torch has no public place for it
 
 from zero_recipes.checkpoint.compatibility import fit_findings
 from zero_recipes.checkpoint.resume import (

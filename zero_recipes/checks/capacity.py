@@ -1,4 +1,7 @@
-"""Room for a run: memory of the host, disk for checkpoints and swap files. Lower bounds. It imports no torch itself."""
+"""Room for a run: memory of the host, disk for checkpoints and swap files. Lower bounds. It imports no torch itself.
+
+File names are those of DeepSpeed 0.19.8, under deepspeed/runtime/.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,72 +17,81 @@ from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host, pinned_bytes
 from zero_recipes.core.zero_paper import ModelState, model_state_bytes
 
-DEFAULT_BUFFER = 10**8  # elements: deepspeed/runtime/zero/offload_config.py
+DEFAULT_BUFFER = 10**8  # elements: zero/offload_config.py
 
 
 def room_findings(run: Run, config, here: int, host: Host) -> list[Finding]:
-    """What depends on the number of parameters, and on a checkpoint's size. `config`: the model's, None where it is not
-    at hand; `here`: processes on this machine."""
+    """`config`: the model's, or None; `here`: processes on this machine."""
     from zero_recipes.model import built_or_none
 
     model = config and built_or_none(config, run.settings.trust_remote_code)
     if model is None:
         return []
     sizes = [p.numel() for p in model.parameters()]
+    psi = sum(sizes)
     return [
-        *memory_findings(run, config, sum(sizes), here, host),
+        *memory_findings(run, config, psi, here, host),
         *nvme_findings(run, sizes, here, host),
-        *disk_findings(run, config, sum(sizes), here, host),
+        *disk_findings(run, config, psi, here, host),
     ]
 
 
 def memory_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
     """More host memory than there is: the kernel would kill a process, with exit code -9 and no message."""
-    terms = host_terms(run.strategy, run.device, run.settings, config, psi, here)
+    terms = _host_terms(run, config, psi, here)
+    needed = sum(terms.values())
     limit, source = host.memory()
-    if sum(terms.values()) > limit:
-        needed, free = units.size(sum(terms.values())), units.size(limit)
-        yield finding("ZR608", needed=needed, free=free, terms=_sum(terms), psi=psi, here=here, source=source)
+    if needed > limit:
+        about = {"needed": units.size(needed), "free": units.size(limit), "terms": _sum(terms)}
+        yield finding("ZR608", **about, psi=psi, here=here, source=source)
 
 
 def disk_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
     """More to save than the disk takes: the run would end at its first checkpoint or, trained, at its last line."""
+    terms = _disk_terms(run, config, psi, here)
+    needed = sum(terms.values())
+    free = host.free_disk(run.output_dir)
+    if needed > free + _bytes_that_go(run):
+        about = {"needed": units.size(needed), "free": units.size(free), "terms": _sum(terms)}
+        yield finding("ZR609", **about, folder=run.output_dir)
+
+
+def _bytes_that_go(run: Run) -> int:
+    """Under overwrite the run before the last one, else checkpoints, one by one by save_total_limit."""
     from zero_recipes.checkpoint.output_dir import previous_of, saved_in
 
-    terms = disk_terms(run.strategy, run.settings, config, psi, here)
-    free = host.free_disk(run.output_dir)
-    # what goes before: under overwrite the run before the last one, else checkpoints, one by one by save_total_limit
-    leaving = [previous_of(run.output_dir)] if run.settings.overwrite else saved_in(run.output_dir)
-    files = [path for place in leaving for path in (place, *place.rglob("*")) if path.is_file()]
-    going = sum(path.stat().st_size for path in files)
-    if sum(terms.values()) > free + going:
-        needed = units.size(sum(terms.values()))
-        yield finding("ZR609", folder=run.output_dir, needed=needed, free=units.size(free), terms=_sum(terms))
+    places = saved_in(run.output_dir)
+    if run.settings.overwrite:
+        places = [previous_of(run.output_dir)]
+    paths = [path for place in places for path in (place, *place.rglob("*"))]
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iterator[Finding]:
     """Room on the disk, and buffers that fit. `sizes`: elements of each tensor of the model."""
-    strategy = run.strategy
-    config, world = strategy.ds_config, strategy.world_size
-    if config is None or not config.on_nvme or config.stage != 3:
+    config = run.strategy.ds
+    if not config.on_nvme or config.stage != 3:
         return
-    each = 4 if run.settings.precision == "fp32" else 2
-    parts = [-(-size // world) for size in sizes]
-    swapped = [part for part in parts if part * each >= config.least_swapped]
-    if config.offload_param == "nvme":
-        block = config.offload_block("offload_param")
-        buffer = number_in(block, "buffer_size", DEFAULT_BUFFER)
-        if swapped and buffer < max(swapped):
-            yield finding("ZR620", buffer=buffer, largest=max(swapped))
+    params = config.offload_param == "nvme"
+    optimizer = config.offload_optimizer == "nvme"
+    width = 4 if run.settings.precision == "fp32" else 2
+    parts = [-(-size // run.strategy.world_size) for size in sizes]
+    swapped = [part for part in parts if part * width >= config.least_swapped]
+    largest = max(swapped, default=0)
+    buffer = number_in(config.offload_block("offload_param"), "buffer_size", DEFAULT_BUFFER)
+    if params and buffer < largest:
+        yield finding("ZR620", buffer=buffer, largest=largest)
     trained = 0 if run.settings.use_peft else sum(parts) / 2  # of the Trainer's two groups one has half or more
-    locked, limit = sum(swap_buffers(config, trained).values()), host.lockable()
+    locked = sum(swap_buffers(config, trained).values())
+    limit = host.lockable()
     if locked > limit:
         yield finding("ZR655", needed=units.size(int(locked)), limit=units.size(int(limit)))
-    swaps = each * (config.offload_param == "nvme") + 16 * (config.offload_optimizer == "nvme")
-    needed = here * sum(swapped) * swaps
     path = config.offload_block(config.on_nvme[0]).get("nvme_path")
-    free = host.free_disk(path) if path and Path(path).is_dir() else None
-    if free is not None and needed > free:
+    if not path or not Path(path).is_dir():
+        return
+    needed = here * sum(swapped) * (width * params + 16 * optimizer)
+    free = host.free_disk(path)
+    if needed > free:
         yield finding("ZR619", needed=units.size(needed), path=path, free=units.size(free), here=here)
 
 
@@ -90,132 +102,154 @@ def _sum(terms: Mapping[str, int]) -> str:
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
-def load_bytes_per_parameter(settings: Settings, config) -> int:
-    """Of the dtype that the weights are loaded in; 0 where they are quantized on the way."""
-    requested = (settings.model_init_kwargs or {}).get("dtype") or settings.dtype
-    requested = config.dtype or "float32" if requested in ("auto", None) else requested
-    return 0 if settings.load_in_4bit or settings.load_in_8bit else _bytes_of(requested)
-
-
 def _bytes_of(dtype: object) -> int:
     return DTYPE_BYTES.get(str(dtype).removeprefix("torch."), 0)
 
 
-def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi: int, here: int) -> dict:
-    """{what: bytes} that the `here` processes of this machine hold in its memory at one moment, at least. On CPUs all
-    model states but those on NVMe; on GPUs what the ds_config offloads to the CPU and, below stage 3, the loaded
-    weights of every process. Weights whose file has the requested dtype do not count: safetensors maps the file."""
-    states = _states(strategy, settings, config, psi)
-    optimizer, params = strategy.ds.offload_optimizer, strategy.ds.offload_param
-    if device == "cpu":
-        terms = {} if optimizer == "nvme" else {"optimizer": states.optimizer}
-        terms |= {"gradients": states.grads} | ({} if params == "nvme" else {"parameters": states.params})
+def _loaded_width(settings: Settings, config) -> int:
+    """Bytes of a parameter as it is loaded; 0 where weights are quantized on the way."""
+    if settings.load_in_4bit or settings.load_in_8bit:
+        return 0
+    requested = (settings.model_init_kwargs or {}).get("dtype") or settings.dtype
+    if requested in ("auto", None):
+        requested = config.dtype or "float32"
+    return _bytes_of(requested)
+
+
+def _host_terms(run: Run, config, psi: int, here: int) -> dict[str, int]:
+    """{what: bytes} that this machine's processes hold in its memory at one moment, at least."""
+    ds = run.strategy.ds
+    states = _states(run.strategy, run.settings, config, psi)
+    terms = {}
+    if run.device == "cpu":
+        if ds.offload_optimizer != "nvme":
+            terms["optimizer"] = states.optimizer
+        terms["gradients"] = states.grads
+        if ds.offload_param != "nvme":
+            terms["parameters"] = states.params
     else:
-        terms = {"offloaded optimizer": states.optimizer} if optimizer == "cpu" else {}
-        terms |= {"offloaded parameters": states.params} if params == "cpu" else {}
-        each = load_bytes_per_parameter(settings, config)
-        mapped = not settings.random_weights and each == _bytes_of(config.dtype)
-        if strategy.zero_stage != 3 and not mapped:
-            loaded = {"weights while loading": each * psi}
-            terms = max(terms, loaded, key=lambda found: sum(found.values()))  # not at the same moment
+        if ds.offload_optimizer == "cpu":
+            terms["offloaded optimizer"] = states.optimizer
+        if ds.offload_param == "cpu":
+            terms["offloaded parameters"] = states.params
+        loaded = _loading(run, config, psi)
+        if loaded > sum(terms.values()):  # not at the same moment
+            terms = {"weights while loading": loaded}
     return {what: int(here * size) for what, size in terms.items()}
 
 
-def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accumulates: bool) -> float:
-    """Bytes of one process's host memory that DeepSpeed 0.19.8 holds beside the optimizer's states on the CPU or on
-    NVMe; 0 where they are on the device that trains.
+def _loading(run: Run, config, psi: int) -> int:
+    """Bytes of the weights that every process loads below stage 3; a file of the requested dtype is only mapped."""
+    width = _loaded_width(run.settings, config)
+    is_mapped = not run.settings.random_weights and width == _bytes_of(config.dtype)
+    return 0 if is_mapped or run.strategy.zero_stage == 3 else width * psi
 
-    On NVMe the gradients of its part in 16 bits stay in memory (zero/stage3.py `grad_partitions_flat_buffer`). On the
-    CPU: an fp32 gradient for each of its `share` of the parameters. Below stage 3 the weights once more as they go back
-    to the GPU (zero/stage_1_and_2.py `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are
-    accumulated, their gradients; at stage 3 the gradients always (zero/stage3.py `grad_partitions_flat_buffer`). Plus
-    what torch's rounding of page-locked memory adds (core/host.py). `width`: bytes of an element on the GPU.
+
+def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accumulates: bool) -> float:
+    """Bytes of one process's host memory beside the offloaded states of its `share` of the parameters.
+
+    Stage 3: gradients in the GPU's dtype (zero/stage3.py `grad_partitions_flat_buffer`), on the CPU also in fp32.
+    Below: gradients in fp32, the weights as they go back to the GPU (zero/stage_1_and_2.py
+    `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are accumulated, their gradients.
+    Page-locked memory is rounded (core/host.py). `width`: bytes of an element on the GPU.
     """
-    pinned_block = config.offload_block("offload_optimizer").get("pin_memory", True)
+    is_pinned = config.offload_block("offload_optimizer").get("pin_memory", True)
     if config.offload_optimizer == "nvme" and config.stage == 3:
-        return pinned_bytes(int(width * share), os.environ) if pinned_block else width * share
+        return pinned_bytes(int(width * share), os.environ) if is_pinned else width * share
     if config.offload_optimizer != "cpu":
         return 0
-    copies = 1 if config.stage == 3 or not accumulates else 2
+    copies = 2 if accumulates and config.stage != 3 else 1
     buffers = 4 * share + copies * width * share
-    if not pinned_block:
+    if not is_pinned:
         return buffers
-    pinned = [width * share] if config.stage == 3 else [4 * share, 4 * share, width * share]  # the first: the weights
-    return buffers + sum(pinned_bytes(int(size), os.environ) - int(size) for size in pinned)
+    pinned = [int(width * share)]
+    if config.stage != 3:
+        pinned += [int(4 * share)] * 2  # the weights, and the gradients
+    return buffers + sum(pinned_bytes(size, os.environ) - size for size in pinned)
 
 
 def swap_buffers(config: DsConfig, group: float, ranks: int = 0) -> dict[str, float]:
-    """{what: bytes} of one process's buffers for NVMe (DeepSpeed 0.19.8, runtime/swap_tensor/).
+    """{what: bytes} of one process's buffers for NVMe (swap_tensor/). `group`: its elements of the largest group.
 
-    partitioned_param_swapper.py: buffer_count of buffer_size elements, 16 bits at least, and room for all parameters of
-    the largest sub-group, the other processes' parts too (zero/stage3.py gives `reserve_partitioned_swap_space` their
-    ds_numel; `ranks`: so many processes, 0 leaves it out). optimizer_utils.py: buffer_count of the largest sub-group in
-    fp32. `group`: elements of one process's part of the largest parameter group.
+    partitioned_param_swapper.py: buffer_count of buffer_size elements, 16 bits at least, and room for all parameters
+    of the largest sub-group, the other processes' parts too (zero/stage3.py gives `reserve_partitioned_swap_space`
+    their ds_numel; `ranks`: so many processes, 0 leaves it out).
+    optimizer_utils.py: buffer_count of the largest sub-group in fp32.
     """
     terms = {}
     largest = min(number_in(config.zero, "sub_group_size", 10**9), group)
     if config.offload_param == "nvme":
         block = config.offload_block("offload_param")
         size = number_in(block, "buffer_size", DEFAULT_BUFFER)
-        terms["swap buffers of parameters"] = 2 * (number_in(block, "buffer_count", 5) * size + ranks * largest)
+        count = number_in(block, "buffer_count", 5)
+        terms["swap buffers of parameters"] = 2 * (count * size + ranks * largest)
     if config.offload_optimizer == "nvme":
-        block = config.offload_block("offload_optimizer")
-        terms["swap buffers of the optimizer"] = 4 * number_in(block, "buffer_count", 4) * largest
+        count = number_in(config.offload_block("offload_optimizer"), "buffer_count", 4)
+        terms["swap buffers of the optimizer"] = 4 * count * largest
     return terms
 
 
 class SwapTensor(NamedTuple):
-    """One tensor of a model, as far as swapping depends on it. `size`: elements."""
+    """One tensor of a model, as far as swapping depends on it."""
 
-    size: int
+    size: int  # elements
     is_matrix: bool
     trained: bool
 
 
 def swapped_bytes(config: DsConfig, tensors: Iterable[SwapTensor], ranks: int, width: int = 2) -> int:
-    """Bytes of one process's swap files on NVMe under DeepSpeed 0.19.8, with `width` bytes a parameter.
+    """Bytes of one process's swap files on NVMe, with `width` bytes a parameter.
 
-    Of the optimizer the fp32 master, momentum and variance, a group at a time (the Trainer's two: vectors have no
-    weight decay), and the fp32 gradients that its step reads (swap_tensor/optimizer_utils.py `_swap_out_gradients`).
-    What is smaller than MIN_AIO_BYTES, 1 MiB, or than aio.block_size stays in memory.
+    Of the optimizer the fp32 master, momentum and variance, a group at a time, and the fp32 gradients that its step
+    reads (swap_tensor/optimizer_utils.py `_swap_out_gradients`). What is small stays in memory.
     """
-    least, parts = config.least_swapped, [tensor._replace(size=-(-tensor.size // ranks)) for tensor in tensors]
+    if config.stage != 3:
+        return 0
+    least = config.least_swapped
     total = 0
-    if config.offload_param == "nvme" and config.stage == 3:
-        total += sum(width * part.size for part in parts if width * part.size >= least)
-    if config.offload_optimizer == "nvme" and config.stage == 3:
-        trained = [part for part in parts if part.trained]
-        groups = [sum(part.size for part in trained if part.is_matrix is matrix) for matrix in (True, False)]
-        total += sum(12 * size for size in groups if 4 * size >= least)
-        total += sum(4 * part.size for part in trained if 4 * part.size >= least)
+    groups = {True: 0, False: 0}  # elements of the Trainer's two: vectors have no weight decay
+    for tensor in tensors:
+        part = -(-tensor.size // ranks)
+        if config.offload_param == "nvme" and width * part >= least:
+            total += width * part
+        if config.offload_optimizer == "nvme" and tensor.trained:
+            groups[tensor.is_matrix] += part
+            if 4 * part >= least:
+                total += 4 * part
+    for size in groups.values():
+        if 4 * size >= least:
+            total += 12 * size
     return total
 
 
 def read_at_resume(weights: float, optimizer: float, zero_stage: int | None, world_size: int) -> int:
-    """Bytes that each process reads into the host's memory at once to go on from a checkpoint.
+    """Bytes that each process reads into host memory at once to go on from a checkpoint: the larger of two files.
 
-    DeepSpeed 0.19.8, runtime/engine.py `load_checkpoint`: first, below stage 3, mp_rank_00_model_states.pt with all the
-    weights (at stage 0 the optimizer's states too), then its own part of the optimizer's states with the fp32 weights.
-    Both by torch.load(map_location="cpu"), so they are added to what training keeps there (deepspeedai/DeepSpeed#3938).
-    Without DeepSpeed the weights are mapped and the optimizer's states go to the device tensor by tensor.
+    engine.py `load_checkpoint`: below stage 3 mp_rank_00_model_states.pt with all weights (at stage 0 the
+    optimizer's states too), then the process's part of the states with the fp32 weights. Both come on top of what
+    training keeps there (deepspeedai/DeepSpeed#3938). Without DeepSpeed nothing is read whole.
     """
     if zero_stage is None:
         return 0
     if zero_stage == 0:
         return int(weights + optimizer)
-    return int(max(weights if zero_stage < 3 else 0, optimizer / world_size))
+    part = optimizer / world_size
+    return int(part if zero_stage == 3 else max(weights, part))
 
 
 def _states(strategy: Strategy, settings: Settings, config, psi: int) -> ModelState:
     """Gradients and optimizer only of Adam. Outside of DeepSpeed's 16 bits everything has the weights' dtype."""
-    named = strategy.ds_config is not None and strategy.ds_config.optimizer is not None
-    adam = not named and str(settings.optim).startswith("adamw_torch")
-    trainable = psi if adam and not settings.use_peft else 0
+    is_adam = strategy.ds.optimizer is None and str(settings.optim).startswith("adamw_torch")
+    trainable = psi if is_adam and not settings.use_peft else 0
     if _in_16_bits(strategy, settings):
-        packed = 4 if settings.load_in_4bit else 2 if settings.load_in_8bit else 1
-        each = ModelState(2 / packed, 2, strategy.ds_config.adam_bytes)
+        weight = 2.0
+        if settings.load_in_8bit:
+            weight = 1.0
+        if settings.load_in_4bit:
+            weight = 0.5
+        each = ModelState(weight, 2, strategy.ds.adam_bytes)
     else:
-        width = load_bytes_per_parameter(settings, config)
+        width = _loaded_width(settings, config)
         each = ModelState(width, width, 2 * width)
     return model_state_bytes(psi, strategy.world_size, strategy.zero_stage or 0, trainable, each)
 
@@ -224,43 +258,61 @@ def _in_16_bits(strategy: Strategy, settings: Settings) -> bool:
     return strategy.is_deepspeed and settings.precision != "fp32"
 
 
-def saved_weights(strategy: Strategy, settings: Settings, config, psi: int) -> int:
+def _saved_weights(strategy: Strategy, settings: Settings, config, psi: int) -> int:
     """Bytes of model.safetensors: 16-bit where DeepSpeed trains in 16 bits, else the dtype of loading."""
     if settings.use_peft:
         return 0  # an adapter: small, and its size is not known here
-    return (2 if _in_16_bits(strategy, settings) else load_bytes_per_parameter(settings, config)) * psi
+    width = 2 if _in_16_bits(strategy, settings) else _loaded_width(settings, config)
+    return width * psi
 
 
 def checkpoint_bytes(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> int:
-    """Bytes of one checkpoint that the Trainer writes from the `here` processes of this machine, at least. Weights,
-    Adam's states and, under DeepSpeed below stage 3, the weights once more in mp_rank_00_model_states.pt."""
-    weights = saved_weights(strategy, settings, config, psi)
+    """Bytes of one checkpoint that the Trainer writes from this machine, at least."""
+    weights = _saved_weights(strategy, settings, config, psi)
     if settings.save_only_model or settings.use_peft:
         return weights
-    writers = here if (strategy.zero_stage or 0) >= 1 else 1
-    optimizer = _states(strategy, settings, config, psi).optimizer * writers
+    optimizer = _states(strategy, settings, config, psi).optimizer
+    if strategy.zero_stage:
+        optimizer *= here
     return resumable_bytes(weights, optimizer, strategy.zero_stage)
 
 
 def resumable_bytes(weights: float, optimizer: float, zero_stage: int | None) -> int:
-    """Bytes on disk of a checkpoint to go on from: `weights` as they are saved, and the `optimizer`'s states. Under
-    DeepSpeed below stage 3 the weights once more, in mp_rank_00_model_states.pt (without LoRA's frozen ones:
-    transformers/trainer.py passes exclude_frozen_parameters). `zero_stage`: None without DeepSpeed."""
-    return int(weights + optimizer + (weights if zero_stage in (0, 1, 2) else 0))
+    """Bytes on disk of a checkpoint to go on from, with `weights` as they are saved. `zero_stage`: or None.
+
+    Below stage 3 they are once more in mp_rank_00_model_states.pt (without LoRA's frozen ones: transformers/trainer.py
+    passes exclude_frozen_parameters).
+    """
+    total = weights + optimizer
+    if zero_stage in (0, 1, 2):
+        total += weights
+    return int(total)
 
 
-def disk_terms(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> dict[str, int]:
-    """{what: bytes} that output_dir must take: checkpoints side by side, then the model at the end.
-    transformers/trainer_utils.py `rotate_checkpoints` deletes the oldest after the newest is written, so that one more
-    than save_total_limit is there. Without a limit the number is taken from max_steps and save_steps if known."""
+def _disk_terms(run: Run, config, psi: int, here: int) -> dict[str, int]:
+    """{what: bytes} that output_dir must take."""
     terms = {}
-    if settings.saves_checkpoints:
-        one = checkpoint_bytes(strategy, settings, config, psi, here)
-        steps, every, limit = settings.max_steps, settings.save_steps, settings.save_total_limit
-        by_steps = getattr(settings.save_strategy, "value", settings.save_strategy) == "steps"
-        written = int(-(-steps // every)) if by_steps and steps > 0 and every >= 1 else 1
-        count = max(1, min(written, limit + 1) if limit and limit > 0 else written)  # side by side, at least
-        terms[f"{count} checkpoint{'s' if count > 1 else ''} of {units.size(one)}"] = count * one
-    if settings.save_model:
-        terms["the model"] = saved_weights(strategy, settings, config, psi)
+    if run.settings.saves_checkpoints:
+        size = checkpoint_bytes(run.strategy, run.settings, config, psi, here)
+        count = _checkpoints_kept(run.settings)
+        plural = "s" if count > 1 else ""
+        terms[f"{count} checkpoint{plural} of {units.size(size)}"] = count * size
+    if run.settings.save_model:
+        terms["the model"] = _saved_weights(run.strategy, run.settings, config, psi)
     return terms
+
+
+def _checkpoints_kept(settings: Settings) -> int:
+    """At least: one more than save_total_limit, because transformers/trainer_utils.py `rotate_checkpoints` deletes
+    the oldest after the newest is written.
+    """
+    steps = settings.max_steps
+    interval = settings.save_steps
+    written = 1
+    by_steps = getattr(settings.save_strategy, "value", settings.save_strategy) == "steps"
+    if by_steps and steps > 0 and interval >= 1:
+        written = int(-(-steps // interval))
+    limit = settings.save_total_limit or 0
+    if limit > 0:
+        written = min(written, limit + 1)
+    return max(1, written)

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checks.rules import bare_model, conditions, options
-from zero_recipes.config.ds_config import BLOCKS, parsed_zero, quiet
+from zero_recipes.config.ds_config import parsed_zero, quiet
+from zero_recipes.config.keys import tables
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, finding
 
-# blocks that DeepSpeed names outside runtime/constants.py
-OTHER_BLOCKS = ("autotuning", "data_efficiency", "hybrid_engine", "pipeline", "expert_parallel", "weight_quantization")
-OTHER_BLOCKS += ("monitor_config",)
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # blocks and their packages
 LOG_WARMUP = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket_size (runtime/zero/config.py)
@@ -22,76 +20,88 @@ MOSTLY_LOST = 1e-4  # learning rates up to here: benchmarks/results/bf16_states.
 
 
 def deepspeed_findings(run: Run) -> list[Finding]:
-    """All findings about the DeepSpeed configuration."""
     if not run.strategy.is_deepspeed:
         return []
-    found = [*_left_out(run), *_schedule(run), *_without_effect(run), *_separate_experts(run), *_small_buckets(run)]
-    return found + strategy_findings(run)
+    return [
+        *_left_out(run),
+        *_schedule(run),
+        *_without_effect(run),
+        *_separate_experts(run),
+        *_small_buckets(run),
+        *strategy_findings(run),
+    ]
 
 
 def strategy_findings(run: Run) -> list[Finding]:
-    """Those that a plan needs: about the DeepSpeed configuration, without a model or a folder to save to."""
+    """Those that a plan needs: without a model or a folder to save to."""
     return [*conditions(_stops(run), _silent(run)), *_zero_plus_plus(run), *_nvme(run)]
 
 
 def _stops(run: Run) -> dict[str, Any]:
     """{name in options.yaml: whether the run would stop on it once the weights are loaded}."""
-    settings, ds, stage = run.settings, run.ds, run.stage
-    scatters = ds.zero.get("reduce_scatter", True)
+    settings = run.settings
+    ds = run.ds
+    zero = ds.zero
+    at_3 = run.stage == 3
+    on_cpu = run.device == "cpu"
+    optimizer = _optimizer_type(run)
+    scatters = zero.get("reduce_scatter", True)
     divides = run.value("gradient_predivide_factor") not in (None, 1.0)
+    scales = divides or ds.raw.get("prescale_gradients")
     compiles = settings.torch_compile or settings.torch_compile_backend or settings.torch_compile_mode
+    quantizes = ds.quantizes_weights or ds.quantizes_gradients
     hpz = ds.hpz_partition_size
+    without_norm = zero.get("compute_grad_norm") is False
+    keeps_masters = ds.bf16_states or ds.on_nvme or (ds.offload_optimizer and _is_cpu_adam(run))
+    casts_states = ds.bf16_masters and ds.bf16_states and ds.offload_optimizer == "cpu"
+    routing = run.value("data_efficiency.data_routing.enabled")
     return {
         "best_of_models_only": settings.save_only_model and settings.load_best_model_at_end,
-        "auto_find_batch_size": stage == 3 and settings.auto_find_batch_size,
-        "torch_compile": stage == 3 and compiles,
-        "quantized_communication_on_cpu": run.device == "cpu"
-        and stage == 3
-        and (ds.quantizes_weights or ds.quantizes_gradients),
-        "quantized_sizes": stage == 3 and ds.quantizes_weights and not _divides_by_8(run),
-        "hpz_partition": stage == 3 and isinstance(hpz, int) and run.world_size % min(hpz, run.world_size),
-        "nvme_prefetch": ds.offload_param == "nvme" and ds.zero.get("stage3_prefetch_bucket_size", PREFETCH) != 0,
-        "grad_accum_dtype": stage == 0 and ds.grad_accum_dtype not in (None, settings.precision),
-        "muon": stage == 3 and _optimizer_type(run) == "muon" and scatters,
-        "zenflow": ds.zero.get("zenflow"),
-        "legacy_stage1": ds.zero.get("legacy_stage1"),
-        "data_routing": run.value("data_efficiency.enabled") and run.value("data_efficiency.data_routing.enabled"),
-        "monitor_package": any(run.value(f"{block}.enabled") and not find_spec(MONITORS[block]) for block in MONITORS),
+        "auto_find_batch_size": at_3 and settings.auto_find_batch_size,
+        "torch_compile": at_3 and compiles,
+        "quantized_communication_on_cpu": at_3 and on_cpu and quantizes,
+        "quantized_sizes": at_3 and ds.quantizes_weights and not _divides_by_8(run),
+        "hpz_partition": at_3 and isinstance(hpz, int) and run.world_size % min(hpz, run.world_size),
+        "nvme_prefetch": ds.offload_param == "nvme" and zero.get("stage3_prefetch_bucket_size", PREFETCH) != 0,
+        "grad_accum_dtype": run.stage == 0 and ds.grad_accum_dtype not in (None, settings.precision),
+        "muon": at_3 and optimizer == "muon" and scatters,
+        "zenflow": zero.get("zenflow"),
+        "legacy_stage1": zero.get("legacy_stage1"),
+        "data_routing": run.value("data_efficiency.enabled") and routing,
+        "monitor_package": _lacks_monitor(run),
         "managed_accumulation": run.value("managed_gradient_accumulation") is False,
-        "deprecated_offload": ds.zero.get("cpu_offload") and not ds.optimizer,
-        "no_gradient_norm": ds.zero.get("compute_grad_norm") is False
-        and (settings.max_grad_norm > 0 or ds.offload_optimizer),
-        "lion_on_cpu": run.device == "cpu" and _optimizer_type(run) == "lion" and not ds.offload_optimizer,
+        "deprecated_offload": zero.get("cpu_offload") and not ds.optimizer,
+        "no_gradient_norm": without_norm and (settings.max_grad_norm > 0 or ds.offload_optimizer),
+        "lion_on_cpu": on_cpu and optimizer == "lion" and not ds.offload_optimizer,
         "zero_predivide": run.value("gradient_predivide_factor") == 0,
-        "gradient_scaling": (stage > 1 and scatters and (divides or ds.raw.get("prescale_gradients")))
-        or (stage == 3 and divides),
-        "bf16_masters": ds.bf16_masters
-        and not (ds.bf16_states or ds.on_nvme or (ds.offload_optimizer and _is_cpu_adam(run))),
-        "bf16_states": ds.bf16_masters
-        and ds.bf16_states
-        and ds.offload_optimizer == "cpu"
-        and not _has_adam_block(run),
+        "gradient_scaling": (run.stage > 1 and scatters and scales) or (at_3 and divides),
+        "bf16_masters": ds.bf16_masters and not keeps_masters,
+        "bf16_states": casts_states and not _has_adam_block(run),
         "autocast_quantized": ds.autocast and ds.quantizes_weights,
     }
 
 
 def _silent(run: Run) -> dict[str, Any]:
     """{name in options.yaml: whether the run would be another one than the recipe says}."""
-    settings, ds, stage = run.settings, run.ds, run.stage
-    hpz = ds.hpz_partition_size not in (1, "auto") and stage == 3
+    settings = run.settings
+    ds = run.ds
+    at_3 = run.stage == 3
+    hpz = at_3 and ds.hpz_partition_size not in (1, "auto")
+    fp16_masters = run.value("fp16.fp16_master_weights_and_grads")
+    unnamed_dtype = ds.autocast and run.value("torch_autocast.dtype") is None
     return {
-        "fp16_stage_0": settings.fp16 and stage == 0 and run.value("fp16.loss_scale") != 1,
+        "fp16_stage_0": settings.fp16 and run.stage == 0 and run.value("fp16.loss_scale") != 1,
         "hpz_offload": hpz and ds.offloads,
-        "nvme_stage": ds.on_nvme and stage != 3,
+        "nvme_stage": ds.on_nvme and not at_3,
         "autotp": run.value("tensor_parallel.autotp_size") not in (None, 0, 1),  # DeepSpeed takes "2" too
         "deepcompile": run.value("compile.deepcompile"),
         "super_offload": run.value("zero_optimization.offload_optimizer.super_offload"),
         "quantized_frozen": ds.zero.get("zero_quantized_nontrainable_weights"),
-        "summed_gradients": stage < 3 and str(ds.raw.get("gradient_allreduce_op")).lower() == "sum",
+        "summed_gradients": run.stage < 3 and str(ds.raw.get("gradient_allreduce_op")).lower() == "sum",
         "bf16_masters_precision": ds.bf16_masters and settings.precision != "bf16",
-        "masters_never_compared": run.value("fp16.fp16_master_weights_and_grads") or (ds.bf16_masters and ds.on_nvme),
+        "masters_never_compared": fp16_masters or (ds.bf16_masters and ds.on_nvme),
         "autocast_16_bit": ds.autocast and settings.precision != "fp32",
-        "autocast_dtype": ds.autocast == "fp16" or (ds.autocast and run.value("torch_autocast.dtype") is None),
+        "autocast_dtype": ds.autocast == "fp16" or unnamed_dtype,
     }
 
 
@@ -111,56 +121,77 @@ def _is_cpu_adam(run: Run) -> bool:
     return bool(forced) and str(getattr(optim, "value", optim)).startswith("adamw_torch")
 
 
+def _lacks_monitor(run: Run) -> bool:
+    blocks = [block for block in MONITORS if run.value(f"{block}.enabled")]
+    return not all(find_spec(MONITORS[block]) for block in blocks)
+
+
 def _divides_by_8(run: Run) -> bool:
     """Whether each tensor's part on a rank does; stage 3 rounds parts up."""
-    sizes = [] if bare_model(run) is None else [p.numel() for p in bare_model(run).parameters()]
-    return not any(-(-size // run.world_size) % 8 for size in sizes)
+    if bare_model(run) is None:
+        return True
+    return all(-(-p.numel() // run.world_size) % 8 == 0 for p in bare_model(run).parameters())
 
 
 def _left_out(run: Run) -> Iterator[Finding]:
-    """What the ds_config leaves out, where DeepSpeed would do otherwise than the recipe in silence, or stop late. A
-    precision's block at stage 3 only: below, accelerate (utils/dataclasses.py, set_mixed_precision) adds it in time."""
-    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
-
-    settings, written = run.settings, run.ds.raw
-    needed = ["zero_optimization"]
-    needed += ["train_micro_batch_size_per_gpu"] if "train_batch_size" not in written else []
-    needed += ["gradient_accumulation_steps"] if settings.gradient_accumulation_steps > 1 else []
-    needed += ["gradient_clipping"] if settings.max_grad_norm != GRADIENT_CLIPPING_DEFAULT else []
-    needed += [settings.precision] if run.stage == 3 and settings.precision != "fp32" else []
-    missing = [key for key in needed if key not in written]
-    missing += ["zero_optimization.stage"] if "stage" not in written.get("zero_optimization", {"stage": 0}) else []
-    block = written.get(settings.precision, {"enabled": False})  # "fp32" is none
-    missing += [] if "enabled" in block else [f"{settings.precision}.enabled"]
-    without_rate = run.ds.optimizer is not None and run.value("optimizer.params.lr") is None
-    missing += ["optimizer.params.lr"] if without_rate else []
+    """What the ds_config leaves out, where DeepSpeed would do otherwise than the recipe in silence, or stop late."""
+    settings = run.settings
+    source = run.strategy.source
     saves = settings.save_model or settings.saves_checkpoints
     if run.stage == 3 and saves and not parsed_zero(run.ds.zero).gather_16bit_weights_on_model_save:
-        yield finding("ZR206", source=run.strategy.source)  # it would end without a model
+        yield finding("ZR206", source=source)  # it would end without a model
+    written = run.ds.raw
+    missing = [key for key in _needed(run) if key not in written]
+    if "stage" not in written.get("zero_optimization", {"stage": 0}):
+        missing.append("zero_optimization.stage")
+    if "enabled" not in written.get(settings.precision, {"enabled": False}):  # "fp32" is none
+        missing.append(f"{settings.precision}.enabled")
+    if run.ds.optimizer is not None and run.value("optimizer.params.lr") is None:
+        missing.append("optimizer.params.lr")
     if missing:
-        yield finding("ZR213", source=run.strategy.source, missing=", ".join(missing))
+        yield finding("ZR213", source=source, missing=", ".join(missing))
+
+
+def _needed(run: Run) -> Iterator[str]:
+    """Keys whose default in DeepSpeed is not what the recipe says."""
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+
+    settings = run.settings
+    yield "zero_optimization"
+    if "train_batch_size" not in run.ds.raw:
+        yield "train_micro_batch_size_per_gpu"
+    if settings.gradient_accumulation_steps > 1:
+        yield "gradient_accumulation_steps"
+    if settings.max_grad_norm != GRADIENT_CLIPPING_DEFAULT:
+        yield "gradient_clipping"
+    # below, accelerate adds it in time (utils/dataclasses.py, set_mixed_precision)
+    if run.stage == 3 and settings.precision != "fp32":
+        yield settings.precision
 
 
 def _schedule(run: Run) -> Iterator[Finding]:
-    parameters, steps = run.value("scheduler.params") or {}, run.settings.max_steps
-    if run.value("scheduler.type") in LOG_WARMUP and "warmup_type" not in parameters:
-        yield finding("ZR216", type=run.value("scheduler.type"), source=run.strategy.source)
+    source = run.strategy.source
+    kind = run.value("scheduler.type")
+    parameters = run.value("scheduler.params") or {}
+    if kind in LOG_WARMUP and "warmup_type" not in parameters:
+        yield finding("ZR216", type=kind, source=source)
     warmup = parameters.get("warmup_num_steps")
+    steps = run.settings.max_steps
     if isinstance(warmup, int) and 0 < steps <= warmup:
-        yield finding("ZR217", source=run.strategy.source, warmup=warmup, steps=steps)
+        yield finding("ZR217", source=source, warmup=warmup, steps=steps)
     if run.ds.bf16_masters and run.settings.learning_rate <= MOSTLY_LOST:
         yield finding("ZR294", learning_rate=run.settings.learning_rate)
 
 
 def _without_effect(run: Run) -> Iterator[Finding]:
-    found = {key: "DeepSpeed has no such key" for key in sorted(set(run.ds.raw) - top_level_keys())}
-    found |= {
-        key: reason
-        for key, reason in options()["without_effect"].items()
-        if run.value(key) is not None and not (key.endswith("leaf_module") and run.stage == 3)
-    }
-    if found:
-        named = "; ".join(f"{key} ({reason})" for key, reason in found.items())
+    unknown = sorted(run.ds.raw.keys() - top_level_keys())
+    reasons = dict.fromkeys(unknown, "DeepSpeed has no such key")
+    for key, reason in options()["without_effect"].items():
+        has_effect = key.endswith("leaf_module") and run.stage == 3
+        if run.value(key) is not None and not has_effect:
+            reasons[key] = reason
+    if reasons:
+        named = "; ".join(f"{key} ({reason})" for key, reason in reasons.items())
         yield finding("ZR220", source=run.strategy.source, named=named)
     if run.ds.raw.get("pipeline"):
         yield finding("ZR239")
@@ -169,10 +200,14 @@ def _without_effect(run: Run) -> Iterator[Finding]:
 def _small_buckets(run: Run) -> Iterator[Finding]:
     """Of "auto", which transformers fills in with the square of the hidden size (integrations/deepspeed.py)."""
     square = getattr(run.config, "hidden_size", BLOCK) ** 2
-    filled = {} if run.settings.use_peft or not run.stage else {"reduce_bucket_size": square}
-    filled |= {"stage3_prefetch_bucket_size": int(0.9 * square)} if run.stage == 3 else {}
+    filled = {}
+    if run.stage and not run.settings.use_peft:
+        filled["reduce_bucket_size"] = square
+    if run.stage == 3:
+        filled["stage3_prefetch_bucket_size"] = int(0.9 * square)
     for key, elements in filled.items():
-        if run.ds.zero.get(key) == "auto" and run.world_size > 1 and elements < BLOCK and bare_model(run) is not None:
+        is_small = run.ds.zero.get(key) == "auto" and run.world_size > 1 and elements < BLOCK
+        if is_small and bare_model(run) is not None:
             yield finding("ZR860", key=key, source=run.strategy.source, elements=elements)
 
 
@@ -180,45 +215,53 @@ def top_level_keys() -> set[str]:
     """What DeepSpeed reads at the top of its configuration."""
     from deepspeed.runtime import constants
 
-    return {*BLOCKS, *OTHER_BLOCKS} | {value for value in vars(constants).values() if isinstance(value, str)}
+    named = {value for value in vars(constants).values() if isinstance(value, str)}
+    return named.union(*tables()["ds_config"].values())
 
 
 def zero_keys() -> set[str]:
     """What DeepSpeed reads in zero_optimization."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    fields = DeepSpeedZeroConfig.model_fields.items()
-    return {alias for name, field in fields for alias in (name, field.alias) if alias}
+    fields = DeepSpeedZeroConfig.model_fields
+    aliases = {field.alias for field in fields.values() if field.alias}
+    return aliases.union(fields)
 
 
 def _zero_plus_plus(run: Run) -> Iterator[Finding]:
     """ZeRO++ where it does nothing. The group of hpZ is cut to the processes as in utils/groups.py."""
+    world_size = run.world_size
+    here = run.ranks_per_node
     keys = [key for key in ("zero_quantized_weights", "zero_quantized_gradients") if run.ds.zero.get(key)]
-    one_node = run.ranks_per_node >= run.world_size
+    one_node = here >= world_size
     useless = one_node and run.device != "cpu" and run.ds.quantizes_gradients
     if (keys and run.stage != 3) or useless:
-        where = f"at stage {run.stage}, with {run.world_size} processes of which {run.ranks_per_node} are on one node"
+        where = f"at stage {run.stage}, with {world_size} processes of which {here} are on one node"
         level = "warning" if run.stage == 3 else "error"
         yield finding("ZR226", level=level, keys=" and ".join(keys), where=where)
     hpz = run.ds.hpz_partition_size
-    if run.stage == 3 and isinstance(hpz, int) and hpz > 1 and (hpz >= run.world_size or one_node):
-        yield finding("ZR224", size=hpz, world_size=run.world_size)
+    if run.stage == 3 and isinstance(hpz, int) and hpz > 1 and (hpz >= world_size or one_node):
+        yield finding("ZR224", size=hpz, world_size=world_size)
 
 
 def _nvme(run: Run) -> Iterator[Finding]:
-    for key in run.ds.on_nvme:
+    on_nvme = run.ds.on_nvme
+    for key in on_nvme:
         path = run.ds.offload_block(key).get("nvme_path")
         if path in (None, "auto") or not Path(path).is_dir():
             yield finding("ZR233", key=key, path=path)
-    if run.ds.on_nvme and run.settings.saves_checkpoints:
-        yield finding("ZR230", save_strategy=run.settings.save_strategy, named=" and ".join(run.ds.on_nvme))
+    if on_nvme and run.settings.saves_checkpoints:
+        yield finding("ZR230", save_strategy=run.settings.save_strategy, named=" and ".join(on_nvme))
 
 
 def _separate_experts(run: Run) -> Iterator[Finding]:
-    """Mixtures that have a module for each expert; transformers' own hold a layer's experts in one tensor. A layer that
-    DeepSpeed or accelerate knows for a leaf module is gathered whole. They mark it by the same functions."""
-    mixture = run.config is not None and any("expert" in key for key in run.config.to_dict())
-    if not (run.stage and run.world_size > 1 and mixture) or bare_model(run) is None:
+    """Mixtures that have a module for each expert; transformers' own hold a layer's experts in one tensor.
+
+    A layer that DeepSpeed or accelerate knows for a leaf module is gathered whole. They mark it by the same functions.
+    """
+    if not run.stage or run.world_size == 1 or run.config is None:
+        return
+    if not any("expert" in key for key in run.config.to_dict()) or bare_model(run) is None:
         return
     layers = [module for module in bare_model(run).modules() if _has_separate_experts(module)]
     if run.stage == 3:
@@ -234,10 +277,12 @@ def _separate_experts(run: Run) -> Iterator[Finding]:
 
 
 def _has_separate_experts(module) -> bool:
-    import torch
+    from torch.nn import ModuleDict, ModuleList
 
-    lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
-    return any("expert" in name and isinstance(c, lists) and len(c) > 1 for name, c in module.named_children())
+    for name, child in module.named_children():
+        if "expert" in name and isinstance(child, (ModuleList, ModuleDict)) and len(child) > 1:
+            return True
+    return False
 
 
 def _mark_leaf_modules(run: Run) -> None:
@@ -246,7 +291,9 @@ def _mark_leaf_modules(run: Run) -> None:
 
     leaf = DeepSpeedZeroLeafModuleConfig(**run.ds.zero.get("leaf_module") or {})
     launched = run.environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "")
-    classes = [*leaf.classes, *(name.strip() for name in launched.split(",") if name.strip())]
-    names = [name.removeprefix("base_model.model.") for name in leaf.names]  # LoRA's, whose modules are not here
+    marked = {
+        "classes": [*leaf.classes, *launched.replace(",", " ").split()],
+        "names": [name.removeprefix("base_model.model.") for name in leaf.names],  # LoRA's modules are not here
+    }
     with quiet():  # it warns of classes that only other models have
-        apply_zero_leaf_module_config(bare_model(run), leaf.model_copy(update={"classes": classes, "names": names}))
+        apply_zero_leaf_module_config(bare_model(run), leaf.model_copy(update=marked))

@@ -1,12 +1,12 @@
 """The machine that a run starts on: its driver, GPUs and network, what Triton needs, and room in memory and on disk."""
 
 import contextlib
-import dataclasses
 import os
 import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import constants, get_session
@@ -29,30 +29,31 @@ BF16_FROM = (8, 0)  # NVIDIA's CUDA programming guide, compute capabilities: ari
 def machine_findings(
     run: Run, config, environment: Mapping[str, str], host: Host, rehearsal: str | bool
 ) -> list[Finding]:
-    """All findings about this machine for one run. `config`: the model's, None where it is not at hand; `environment`:
-    the launcher's, for the processes that it starts.
+    """All findings about this machine for one run.
 
-    `rehearsal`: False in a run. `zero-recipes check` says "here" where the run is meant for this machine, "elsewhere"
-    where there is no GPU and the recipe does not ask for a CPU: errors are warnings that say "on this machine".
+    `config`: the model's, or None; `environment`: the launcher's, for the processes that it starts.
+    `rehearsal`: False in a run; "here" where it is meant for this machine; "elsewhere" where there is no GPU and the
+    recipe does not ask for a CPU: errors are warnings that say "on this machine".
     """
-    settings, here = run.settings, local_world_size(environment, run.strategy.world_size)
+    strategy = run.strategy
+    here = local_world_size(environment, strategy.world_size)
     findings = [
-        *build_findings(run.strategy, run.device, settings, host),
+        *build_findings(strategy, run.device, run.settings, host),
         *triton_findings(run.device, host),
-        *infiniband_findings(run.device, run.strategy.world_size > here, environment, host),
+        *infiniband_findings(run.device, strategy.world_size > here, environment, host),
         *volume_findings(run.output_dir, host),
         *room_findings(run, config, here, host),
     ]
     if run.device == "cuda" and int(environment.get("LOCAL_RANK", 0)) == 0:
-        findings += [*card_findings(run.precision), *count_findings(run.strategy, here, environment)]
+        findings += card_findings(run.precision)
+        findings += count_findings(strategy, here, environment)
     if rehearsal == "elsewhere":
-        findings = [dataclasses.replace(f, what=f"on this machine: {f.what}", level="warning") for f in findings]
-    return [dataclasses.replace(finding, scope="machine") for finding in findings]
+        findings = [replace(f, what=f"on this machine: {f.what}", level="warning") for f in findings]
+    return [replace(f, scope="machine") for f in findings]
 
 
 def refusal_of_cuda() -> str:
-    """What torch says when CUDA is to be started here, in its own words; empty where it starts.
-    `torch.cuda.is_available` says it once in a process, as a warning; `torch.cuda.init` raises it every time."""
+    """What torch says when CUDA is to be started here (is_available says it only once); empty where it starts."""
     import torch
 
     with warnings.catch_warnings(action="ignore"):
@@ -64,25 +65,34 @@ def refusal_of_cuda() -> str:
 
 
 def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refusal_of_cuda) -> Iterator[Finding]:
-    """At most one error: torch is a CUDA build, an NVIDIA device is here, and torch cannot use it. The run would train
-    on the CPU without a word. `use_cpu`: the recipe's own."""
+    """An NVIDIA device that this CUDA build of torch cannot use: the run would train on the CPU without a word."""
     import torch
 
     built = torch.version.cuda
     hidden = host.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if use_cpu or hidden or built is None or torch.cuda.is_available():
         return
-    devices = sorted(path.name for path in host.at("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    seen = []
     driver = driver_version(host)
-    if devices or driver:
-        seen = ", ".join(([f"driver {driver}"] if driver else []) + [f"/dev/{name}" for name in devices])
-        oldest = OLDEST_DRIVER.get(int(built.split(".")[0]), "a newer one")
-        version, message = torch.__version__, reason()
-        yield finding("ZR650", scope="machine", version=version, built=built, seen=seen, oldest=oldest, message=message)
+    if driver:
+        seen.append(f"driver {driver}")
+    for path in sorted(host.at("/dev").glob("nvidia*")):
+        if re.fullmatch(r"nvidia\d+", path.name):
+            seen.append(f"/dev/{path.name}")
+    if seen:
+        yield finding(
+            "ZR650",
+            scope="machine",
+            version=torch.__version__,
+            built=built,
+            seen=", ".join(seen),
+            oldest=OLDEST_DRIVER.get(int(built.split(".")[0]), "a newer one"),
+            message=reason(),
+        )
 
 
 def driver_version(host: Host) -> str | None:
-    """Version of the loaded kernel module, as "550.54.15": /proc shows it in every container of the machine."""
+    """Of the loaded kernel module, as "550.54.15": /proc shows it in every container of the machine."""
     written = host.read("/proc/driver/nvidia/version")
     found = re.search(r"^NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", written, re.MULTILINE)
     return found and found[1]
@@ -95,50 +105,56 @@ def card_findings(precision: str) -> Iterator[Finding]:
     if precision != "bf16" or torch.version.cuda is None:  # ROCm names its cards otherwise
         return
     for number in range(torch.cuda.device_count()):
-        capability, name = torch.cuda.get_device_capability(number), torch.cuda.get_device_name(number)
-        if capability < BF16_FROM:
-            yield finding("ZR272", number=number, name=name, capability=".".join(map(str, capability)))
+        major, minor = torch.cuda.get_device_capability(number)
+        if (major, minor) < BF16_FROM:
+            name = torch.cuda.get_device_name(number)
+            yield finding("ZR272", number=number, name=name, capability=f"{major}.{minor}")
 
 
 def gpu_findings(settings: Settings, gpu: Gpu) -> Iterator[Finding]:
-    """What a card that is not here lacks. bf16 and flash attention both begin at compute capability 8.0."""
-    lacks = {"bf16": settings.precision == "bf16" and not gpu.bf16, "tf32": settings.tf32 and not gpu.tf32_tflops}
-    lacks["attn_implementation"] = "flash" in str(settings.attn_implementation) and not gpu.bf16
-    for key in (key for key, is_lacking in lacks.items() if is_lacking):
-        yield finding("ZR870", name=gpu.name, key=f"{key}: {str(getattr(settings, key)).lower()}")
+    """What a card that is not here lacks. Flash attention begins with bf16, at compute capability 8.0."""
+    lacking = {
+        "bf16": settings.precision == "bf16" and not gpu.bf16,
+        "tf32": settings.tf32 and not gpu.tf32_tflops,
+        "attn_implementation": "flash" in str(settings.attn_implementation) and not gpu.bf16,
+    }
+    for key, is_lacking in lacking.items():
+        if is_lacking:
+            value = str(getattr(settings, key)).lower()
+            yield finding("ZR870", name=gpu.name, key=f"{key}: {value}")
 
 
 def count_findings(strategy: Strategy, here: int, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """GPUs of this machine that no process of the run takes: `here` processes run on it, one on each."""
+    """GPUs of this machine that none of the `here` processes on it takes."""
     import torch
 
     visible = torch.cuda.device_count()
     if visible <= here:
         return
-    launch = f"--num_processes {visible * -(-strategy.world_size // here)}"
-    config = strategy.ds_config
-    if config is not None and config.stage == 3 and config.quantizes_gradients and strategy.world_size > here:
-        yield finding("ZR268", here=here, visible=visible, launch=launch)
-    idle = 0 if "CUDA_VISIBLE_DEVICES" in environment else visible - here
-    if idle > 0:
-        yield finding("ZR354", idle=idle, visible=visible, here=here, launch=launch)
+    machines = -(-strategy.world_size // here)
+    about = {"visible": visible, "here": here, "launch": f"--num_processes {visible * machines}"}
+    if strategy.zero_stage == 3 and strategy.ds.quantizes_gradients and machines > 1:
+        yield finding("ZR268", **about)
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        yield finding("ZR354", **about, idle=visible - here)
 
 
 def triton_findings(device: str, host: Host) -> Iterator[Finding]:
-    """What Triton needs: TRL's fused LM head compiles its kernels in the first step of every GPU run."""
+    """What Triton lacks: TRL's fused LM head compiles its kernels in the first step of every GPU run."""
     from transformers.utils import is_triton_available
 
     if device != "cuda" or not is_triton_available():
         return
-    compiler, home = host.environment.get("CC"), host.environment.get("TRITON_HOME") or host.environment.get("HOME")
-    # triton/knobs.py, `cache_knobs`: the folder of compiled kernels
-    folder = Path(host.environment.get("TRITON_CACHE_DIR") or Path(home or "~", ".triton", "cache"))
-    folder = folder.expanduser().absolute()
     missing = []
-    if not any(host.which(name) for name in ([compiler.split()[0]] if compiler else ["gcc", "clang"])):
+    compiler = host.environment.get("CC")
+    programs = ["gcc", "clang"]
+    if compiler:
+        programs = compiler.split()[:1]
+    if not any(host.which(name) for name in programs):
         missing.append(f"the C compiler {compiler or 'gcc or clang'}")
     if not host.python_headers():
         missing.append("Python's headers (Python.h)")
+    folder = _triton_cache(host.environment)
     existing = next(path for path in (folder, *folder.parents) if host.at(path).exists())
     if not os.access(host.at(existing), os.W_OK | os.X_OK):
         missing.append(f"the right to write to {folder}")
@@ -146,12 +162,23 @@ def triton_findings(device: str, host: Host) -> Iterator[Finding]:
         yield finding("ZR652", missing=", ".join(missing))
 
 
+def _triton_cache(environment: Mapping[str, str]) -> Path:
+    """The folder of compiled kernels (triton/knobs.py, `cache_knobs`)."""
+    folder = environment.get("TRITON_CACHE_DIR")
+    if not folder:
+        home = environment.get("TRITON_HOME") or environment.get("HOME") or "~"
+        folder = Path(home, ".triton", "cache")
+    return Path(folder).expanduser().absolute()
+
+
 def infiniband_findings(
     device: str, several_machines: bool, environment: Mapping[str, str], host: Host
 ) -> Iterator[Finding]:
-    """A warning where the machine has InfiniBand or RoCE that NCCL cannot open: a container sees it in /sys."""
-    off = environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET")
-    devices = host.infiniband_devices() if device == "cuda" and several_machines and not off else {}
+    """InfiniBand or RoCE that NCCL cannot open: a container sees the machine's in /sys."""
+    is_off = environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET")
+    if device != "cuda" or not several_machines or is_off:
+        return
+    devices = host.infiniband_devices()
     if devices and not any(devices.values()):
         yield finding("ZR656", devices=", ".join(devices))
 
@@ -168,7 +195,8 @@ def offline_where_unreachable(settings: Settings) -> list[Finding]:
     import datasets
 
     os.environ["HF_HUB_OFFLINE"] = "1"
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    constants.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = True
     return [finding("ZR430", endpoint=constants.ENDPOINT, probe_seconds=PROBE_SECONDS, scope="machine")]
 
 

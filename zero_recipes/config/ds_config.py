@@ -15,32 +15,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_recipes.config.keys import tables
 from zero_recipes.core.files import at_hand
 from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.core.process import local_world_size
 
 NVME_PATH = "ZERO_RECIPES_NVME_PATH"
-BY_MODEL = {"bucket_sizes": "by_model"}  # our own key at the top of a ds_config: how its buckets' "auto" is filled in
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
-SMALLEST, LARGEST, UNKNOWN = 25_000_000, 200_000_000, 50_000_000  # elements of a bucket; UNKNOWN: without the model
+# elements of a bucket
+SMALLEST = 25_000_000
+LARGEST = 200_000_000
+UNKNOWN = 50_000_000  # where the model's size is not known
 LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 OFFLOADS = ("offload_optimizer", "offload_param")
-AUTOCAST_DTYPES = {name: "bf16" for name in ("bf16", "bfloat16", "torch.bfloat16")}
-AUTOCAST_DTYPES |= {name: "fp16" for name in ("fp16", "half", "float16", "torch.float16")}
-# blocks that transformers or DeepSpeed read with .get(), and stop with a bare AttributeError on anything else
-BLOCKS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "aio", "activation_checkpointing")
-BLOCKS += ("comms_logger", "flops_profiler", "checkpoint", "tensorboard", "wandb", "csv_monitor", "comet")
-BLOCKS += ("data_types", "tensor_parallel", "torch_autocast", "compile", "zenflow")
+FP16_NAMES = ("fp16", "half", "float16", "torch.float16")
 
 
 def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """A mapping that is given as it is, as JSON text, or by the path of a JSON file; without its nulls, which the
-    libraries take for a value here and for the default there. Raises Refusal."""
+    """A mapping that is given as it is, as JSON text, or by the path of a JSON file. Raises Refusal.
+
+    Its nulls are left out: some libraries take them for a value, others for the default.
+    """
     if isinstance(named, dict):
         return _without(None, named)
-    text, place = str(named), "the inline configuration"
+    text = str(named)
+    place = "the inline configuration"
     if not text.lstrip().startswith("{"):
-        place, path = text, at_hand(text, "ds_configs")
+        place = text
+        path = at_hand(text, "ds_configs")
         if not path.is_file():
             raise refusal("ZR202", path=path, cwd=Path.cwd())
         text = path.read_text()
@@ -54,10 +56,9 @@ def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_bad_schema(config: Mapping[str, Any], source: str) -> None:
-    """Refuse what DeepSpeed or transformers would stop on, or read as another stage. By DeepSpeed's own model of
-    zero_optimization (runtime/zero/config.py): an unknown key or a wrong value stops it. Raises Refusal."""
+    """Refuse what DeepSpeed or transformers would stop on, or read as another stage."""
     with library_error_as_finding(f"reading {source}"):
-        for name in BLOCKS:
+        for name in tables()["ds_config"]["mappings"]:
             if not isinstance(config.get(name, {}), dict):
                 raise TypeError(f"{name} is {config[name]!r}, not a mapping")
         zero = config.get("zero_optimization", {})
@@ -68,7 +69,7 @@ def refuse_bad_schema(config: Mapping[str, Any], source: str) -> None:
 
 
 def parsed_zero(block: Mapping[str, Any]):
-    """DeepSpeed's own model of a zero_optimization block, "auto" left out. Raises what DeepSpeed raises."""
+    """DeepSpeed's own model of a zero_optimization block, "auto" left out. Raises at unknown keys and wrong values."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     with quiet():
@@ -77,20 +78,27 @@ def parsed_zero(block: Mapping[str, Any]):
 
 def _without(left_out: Any, block: Mapping[str, Any]) -> dict[str, Any]:
     """The block without the keys of one value: "auto", which transformers fills in, or None."""
-    return {
-        key: _without(left_out, value) if isinstance(value, dict) else value
-        for key, value in block.items()
-        if value != left_out
-    }
+    kept = {}
+    for key, value in block.items():
+        if isinstance(value, dict):
+            kept[key] = _without(left_out, value)
+        elif value != left_out:
+            kept[key] = value
+    return kept
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hide what the libraries print while a check tries them: the run prints it again."""
-    disabled, out = logging.root.manager.disable, io.StringIO()
+    disabled = logging.root.manager.disable
+    hidden = io.StringIO()
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            contextlib.redirect_stdout(hidden),
+            contextlib.redirect_stderr(hidden),
+        ):
             yield
     finally:
         logging.disable(disabled)
@@ -107,10 +115,6 @@ def fill_own_autos(
 
     What cannot be known stays "auto", and the checks find it. `settings`: the recipe's, use_cpu as it is in force.
     `size_of_model`: (hidden size, elements of the largest tensor), called where something is sized by the model.
-    zero_hpz_partition_size: the processes of one machine. nvme_path: the recipe's key, else the environment's
-    ZERO_RECIPES_NVME_PATH. offload_param.buffer_size: elements of the model's largest partition (stage 3 rounds up),
-    the least that DeepSpeed takes (runtime/swap_tensor/partitioned_param_swapper.py, get_buffer). Buckets, under
-    BY_MODEL, which is dropped: docs/performance.md; the bounds are a quarter on CPUs.
     """
     filled = copy.deepcopy(dict(config))
     zero = filled.get("zero_optimization", {})
@@ -119,47 +123,75 @@ def fill_own_autos(
     if zero.get("zero_hpz_partition_size") == "auto":
         zero["zero_hpz_partition_size"] = local_world_size(environment, world_size)
     path = settings.nvme_path or environment.get(NVME_PATH)
-    for block in (zero[key] for key in OFFLOADS if isinstance(zero.get(key), dict)):
-        if block.get("nvme_path") == "auto" and path:
+    for key in OFFLOADS:
+        block = zero.get(key)
+        if isinstance(block, dict) and block.get("nvme_path") == "auto" and path:
             block["nvme_path"] = path
     swapped = zero.get("offload_param")
-    if isinstance(swapped, dict) and swapped.get("buffer_size") == "auto" and (model := size_of_model()):
-        swapped["buffer_size"] = math.ceil(model[1] / world_size)
-    if BY_MODEL.items() <= filled.items():
+    if isinstance(swapped, dict) and swapped.get("buffer_size") == "auto":
+        size = size_of_model()
+        if size is not None:
+            # the largest partition is the least that DeepSpeed takes (partitioned_param_swapper.py, get_buffer)
+            swapped["buffer_size"] = math.ceil(size[1] / world_size)
+    if _is_sized_by_model(filled):
         del filled["bucket_sizes"]
-        hidden, tensor = size_of_model() or (0, UNKNOWN)
-        smallest, largest = (bound // (4 if settings.use_cpu else 1) for bound in (SMALLEST, LARGEST))
-        block = min(max(12 * hidden**2, tensor, smallest), largest)
-        sizes = zip(BUCKETS, (smallest if settings.use_peft or world_size == 1 else block, block), strict=True)
-        zero |= {key: size for key, size in sizes if zero.get(key) == "auto"}
+        _fill_buckets(zero, settings, world_size, size_of_model())
     return filled
 
 
+def _is_sized_by_model(config: Mapping[str, Any]) -> bool:
+    """Whether our own key at its top says so: then "auto" of its buckets is ours to fill in."""
+    return config.get("bucket_sizes") == "by_model"
+
+
+def _fill_buckets(zero: dict[str, Any], settings: Any, world_size: int, size: tuple[int, int] | None) -> None:
+    """docs/performance.md has the measurements. The bounds are a quarter on CPUs."""
+    hidden, largest_tensor = size or (0, UNKNOWN)
+    scale = 4 if settings.use_cpu else 1
+    smallest = SMALLEST // scale
+    wanted = max(12 * hidden**2, largest_tensor, smallest)
+    elements = min(wanted, LARGEST // scale)
+    sizes = dict.fromkeys(BUCKETS, elements)
+    if settings.use_peft or world_size == 1:
+        sizes["reduce_bucket_size"] = smallest
+    for key in BUCKETS:
+        if zero.get(key) == "auto":
+            zero[key] = sizes[key]
+
+
 def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[dict], dict]) -> bool:
-    """Whether a recipe's configuration is the launcher's, `fill`ed in as a resolved recipe's is. Where the launcher's
-    buckets are sized by the model, others do not count: they may be of another device or number of processes."""
+    """Whether a recipe's configuration is the launcher's, `fill`ed in as a resolved recipe's is.
+
+    Buckets do not count where the launcher's are sized by the model: a resolved recipe's may be of another device.
+    """
     both = [fill(resolved), fill(launched)]
-    for zero in (each.get("zero_optimization") for each in both if BY_MODEL.items() <= launched.items()):
-        for key in BUCKETS if isinstance(zero, dict) else ():
-            zero.pop(key, None)
+    if _is_sized_by_model(launched):
+        for config in both:
+            zero = config.get("zero_optimization")
+            if isinstance(zero, dict):
+                for key in BUCKETS:
+                    zero.pop(key, None)
     return both[0] == both[1]
 
 
 def number_in(block: Mapping[str, Any], key: str, default: int) -> int:
-    """What is written there, 1e9 included; the default for "auto" and what else DeepSpeed itself will refuse."""
+    """What is written there, 1e9 included; the default for what is no number."""
     value = block.get(key, default)
     return int(value) if isinstance(value, (int, float)) else default
 
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A typed view of one DeepSpeed configuration, which `raw` holds as it was written ("auto" values included)."""
+    """A typed view of one DeepSpeed configuration, which `raw` holds as it was written, "auto" included."""
 
     raw: Mapping[str, Any]
 
+    def _block(self, name: str) -> Mapping[str, Any]:
+        return self.raw.get(name) or {}
+
     @property
     def zero(self) -> Mapping[str, Any]:
-        return self.raw.get("zero_optimization") or {}
+        return self._block("zero_optimization")
 
     @property
     def stage(self) -> int:
@@ -169,9 +201,9 @@ class DsConfig:
         return self.zero.get(key) or {}
 
     def offload_device(self, key: str) -> str | None:
-        """Where one of OFFLOADS is: "cpu", "nvme", or None for the device that trains."""
+        """ "cpu", "nvme", or None for the device that trains. `key`: one of OFFLOADS."""
         named = self.offload_block(key).get("device")
-        return None if named in (None, "none") else named
+        return None if named == "none" else named
 
     @property
     def offload_optimizer(self) -> str | None:
@@ -191,7 +223,7 @@ class DsConfig:
 
     @property
     def hpz_partition_size(self) -> int | str:
-        """ZeRO++'s second partition: processes that share one more copy of the parameters; 1 without, or "auto"."""
+        """Processes that share ZeRO++'s second copy of the parameters; 1 without, or "auto"."""
         return self.zero.get("zero_hpz_partition_size", 1)
 
     @property
@@ -210,41 +242,56 @@ class DsConfig:
     @property
     def least_swapped(self) -> int:
         """Bytes below which a tensor is not swapped."""
-        return max(LEAST_SWAPPED, number_in(self.raw.get("aio") or {}, "block_size", 0))
+        return max(LEAST_SWAPPED, number_in(self._block("aio"), "block_size", 0))
 
     @property
     def grad_accum_dtype(self) -> str | None:
-        return (self.raw.get("data_types") or {}).get("grad_accum_dtype")
+        return self._block("data_types").get("grad_accum_dtype")
 
     @property
     def bf16_masters(self) -> bool:
-        return bool((self.raw.get("bf16") or {}).get("bf16_master_weights_and_grads"))
+        return bool(self._block("bf16").get("bf16_master_weights_and_grads"))
 
     @property
     def bf16_states(self) -> bool:
-        return bool((self.raw.get("bf16") or {}).get("bf16_optimizer_states"))
+        return bool(self._block("bf16").get("bf16_optimizer_states"))
 
     @property
     def adam_bytes(self) -> int:
-        """Per trained parameter in 16-bit training: the master weight, and Adam's momentum and variance."""
-        return (2 if self.bf16_masters else 4) + (4 if self.bf16_states else 8)
+        """Per trained parameter in 16-bit training."""
+        master = 2 if self.bf16_masters else 4
+        moments = 4 if self.bf16_states else 8
+        return master + moments
 
     @property
     def autocast(self) -> str | None:
-        """ "bf16" or "fp16", in which torch.autocast computes with fp32 weights; None without torch_autocast."""
-        block = self.raw.get("torch_autocast") or {}
-        return AUTOCAST_DTYPES.get(str(block.get("dtype")).lower(), "bf16") if block.get("enabled") else None
+        """ "bf16" or "fp16", in which torch.autocast computes with fp32 weights; None without."""
+        block = self._block("torch_autocast")
+        if not block.get("enabled"):
+            return None
+        return "fp16" if str(block.get("dtype")).lower() in FP16_NAMES else "bf16"
 
     @property
     def name(self) -> str:
-        """ "zero0" ... "zero3", then "_infinity" where states are on NVMe, "_offload" where they are in host memory
-        ("_offload_infinity": one each), "_bf16_states" or "_bf16_masters", "_autocast", and ZeRO++'s parts: "_hpz",
-        "_qwz", "_qgz", for all three "_plus_plus"."""
-        kept = "_offload" if any(self.offload_device(key) == "cpu" for key in OFFLOADS) else ""
-        kept += "_infinity" if self.on_nvme else ""
-        kept += "_bf16_states" if self.bf16_states else "_bf16_masters" if self.bf16_masters else ""
-        kept += "_autocast" if self.autocast else ""
-        parts = ["_hpz"] if self.hpz_partition_size != 1 else []
-        parts += ["_qwz"] if self.quantizes_weights else []
-        parts += ["_qgz"] if self.quantizes_gradients else []
-        return f"zero{self.stage}{kept}" + ("_plus_plus" if len(parts) == 3 else "".join(parts))
+        """ "zero0" ... "zero3", and what the configuration adds to the stage. With all parts of ZeRO++ "_plus_plus"."""
+        name = f"zero{self.stage}"
+        if "cpu" in (self.offload_optimizer, self.offload_param):
+            name += "_offload"
+        if self.on_nvme:
+            name += "_infinity"
+        if self.bf16_states:
+            name += "_bf16_states"
+        elif self.bf16_masters:
+            name += "_bf16_masters"
+        if self.autocast:
+            name += "_autocast"
+        parts = ""
+        if self.hpz_partition_size != 1:
+            parts += "_hpz"
+        if self.quantizes_weights:
+            parts += "_qwz"
+        if self.quantizes_gradients:
+            parts += "_qgz"
+        if parts == "_hpz_qwz_qgz":
+            parts = "_plus_plus"
+        return name + parts

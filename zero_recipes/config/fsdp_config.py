@@ -3,15 +3,15 @@
 File names are those of accelerate 1.15, transformers 5.23 and torch 2.13.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
-from zero_recipes.config.accelerate import is_fsdp1
+from zero_recipes.config.accelerate import is_fsdp1, is_on
 from zero_recipes.config.ds_config import read_json_mapping
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import finding, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import Finding, finding, library_error_as_finding, raise_errors, refusal
 
 # transformers' `fsdp_config` (training_args.py, _process_fsdp_args) by what `accelerate launch` sets (utils/launch.py)
 _VARIABLES = {
@@ -29,62 +29,96 @@ _VARIABLES = {
 _DEFAULTS = {"auto_wrap_policy": "NO_WRAP"}
 # run so, whatever is written: it trains the same, and saves a whole model
 _WHOLE = {"state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": False}
-# FSDP1's words for `fsdp`, in FSDP2's keys
-_WORDS = {"full_shard": {"reshard_after_forward": True}, "shard_grad_op": {"reshard_after_forward": False}}
-_WORDS |= {"auto_wrap": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "offload": {"cpu_offload": True}}
+# FSDP1's words for `fsdp`: FSDP2's key and value
+_WORDS = {
+    "full_shard": ("reshard_after_forward", True),
+    "shard_grad_op": ("reshard_after_forward", False),
+    "auto_wrap": ("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+    "offload": ("cpu_offload", True),
+}
 _RESHARDING = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")  # FSDP1's strategies that free gathered weights after forward
 
 
 def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], world_size: int) -> dict[str, Any] | None:
-    """The `fsdp_config` in force; None without FSDP. One path for every launcher: `accelerate launch` hands it over
-    through the environment (FSDP_*), torchrun through the recipe's keys `fsdp` and `fsdp_config`. Raises Refusal for
-    what this repository cannot run."""
-    launched, named = _from_launcher(environment), _from_recipe(settings)
+    """The `fsdp_config` in force; None without FSDP. Raises Refusal for what this repository cannot run.
+
+    `accelerate launch` hands it over through the environment (FSDP_*), torchrun through the recipe's keys.
+    """
+    launched = _from_launcher(environment)
+    named = _from_recipe(settings)
     if launched is not None and named is not None and launched != named:
         raise refusal("ZR310", named=named, launched=launched)
     config = named if launched is None else launched
     if config is None:
         return None
-    config = config | {key: value for key, value in _WHOLE.items() if key in config}
-    unknown = sorted(set(config) - set(_VARIABLES.values()))
-    unknown += [] if config.get("version") == 2 else [f"version {config.get('version')}"]
-    known = ", ".join(sorted(_VARIABLES.values()))
-    findings = [finding("ZR315", unknown=", ".join(unknown), known=known)] if unknown else []
-    twice = config.get("activation_checkpointing") and settings.activation_checkpointing
-    findings += [finding("ZR316")] if world_size == 1 else []
-    findings += [finding("ZR320")] if twice else []
-    findings += [finding("ZR321")] if settings.auto_find_batch_size else []
-    findings += [finding("ZR322")] if settings.load_best_model_at_end and settings.save_only_model else []
-    by_deepspeed = environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or settings.deepspeed
-    findings += [finding("ZR311", file="accelerate_configs/fsdp2.yaml")] if by_deepspeed else []
-    raise_errors(findings)
+    for key in _WHOLE.keys() & config.keys():
+        config[key] = _WHOLE[key]
+    raise_errors(list(_findings(config, settings, environment, world_size)))
     return config
 
 
+def _findings(
+    config: Mapping[str, Any], settings: Settings, environment: Mapping[str, str], world_size: int
+) -> Iterator[Finding]:
+    known = sorted(_VARIABLES.values())
+    unknown = sorted(config.keys() - set(known))
+    if config.get("version") != 2:
+        unknown.append(f"version {config.get('version')}")
+    if unknown:
+        yield finding("ZR315", unknown=", ".join(unknown), known=", ".join(known))
+    if world_size == 1:
+        yield finding("ZR316")
+    if config.get("activation_checkpointing") and settings.activation_checkpointing:
+        yield finding("ZR320")
+    if settings.auto_find_batch_size:
+        yield finding("ZR321")
+    if settings.load_best_model_at_end and settings.save_only_model:
+        yield finding("ZR322")
+    if is_on(environment, "DEEPSPEED") or settings.deepspeed:
+        yield finding("ZR311", file="accelerate_configs/fsdp2.yaml")
+
+
 def _from_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+    if not is_on(environment, "FSDP"):
         return None
     from accelerate.utils import FullyShardedDataParallelPlugin, patch_environment
 
-    with library_error_as_finding("reading the accelerate file's fsdp_config"), patch_environment(**environment):
+    doing = "reading the accelerate file's fsdp_config"
+    with library_error_as_finding(doing), patch_environment(**environment):
         FullyShardedDataParallelPlugin()
-    texts = {key: environment[name] for name, key in _VARIABLES.items() if name in environment}
-    written = {key: None if text.lower() in ("none", "") else yaml.safe_load(text) for key, text in texts.items()}
+    config = dict(_DEFAULTS)
+    for name, key in _VARIABLES.items():
+        if name in environment:
+            config[key] = yaml.safe_load(environment[name])
+        if config.get(key) in (None, "none", "None"):  # the default too
+            config.pop(key, None)
     if is_fsdp1(environment):
         strategy = environment.get("FSDP_SHARDING_STRATEGY", _RESHARDING[0])
-        written |= {"version": 2, "reshard_after_forward": strategy in _RESHARDING}
-    return {key: value for key, value in (_DEFAULTS | written).items() if value is not None}
+        config["version"] = 2
+        config["reshard_after_forward"] = strategy in _RESHARDING
+    return config
 
 
 def _from_recipe(settings: Settings) -> dict[str, Any] | None:
-    requested, config = settings.fsdp, settings.fsdp_config
-    if str(requested).lower() in ("none", "false", "[]", ""):
+    requested = settings.fsdp
+    text = str(requested).lower()
+    if text in ("none", "false", "[]", ""):
         return None
-    words = requested if isinstance(requested, list) else str(requested).replace(",", " ").split()
-    words = [] if str(requested).lower() == "true" else words
-    if any(word not in _WORDS for word in words):
-        raise refusal("ZR312", requested=requested)
-    if isinstance(config, str):
-        config = read_json_mapping(config)
-    meant = {key: value for word in words for key, value in _WORDS[word].items()}
-    return {"version": 2} | meant | {key.removeprefix("fsdp_"): value for key, value in (config or {}).items()}
+    if text == "true":
+        words = []
+    elif isinstance(requested, list):
+        words = requested
+    else:
+        words = str(requested).replace(",", " ").split()
+    config = {"version": 2}
+    for word in words:
+        if word not in _WORDS:
+            raise refusal("ZR312", requested=requested)
+        key, value = _WORDS[word]
+        config[key] = value
+    written = settings.fsdp_config
+    if isinstance(written, str):
+        written = read_json_mapping(written)
+    for key, value in (written or {}).items():
+        config[key.removeprefix("fsdp_")] = value
+    return config

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,8 +13,15 @@ from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, described, finding, ignored_codes, table
 
 # readers of the datasets library by the ends of a file's name
-FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
-ENTRY_KEYS = ("weight", "dataset_format")  # of an entry of `datasets`, besides TRL's; its `columns` may be a mapping
+FORMATS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+# of an entry of `datasets`, besides TRL's; its `columns` may be a mapping
+ENTRY_KEYS = {"weight": float | None, "dataset_format": str | None}
 
 tables = partial(package_yaml, __package__, "keys.yaml")
 
@@ -61,26 +69,31 @@ def dataclasses_of_a_recipe() -> tuple[type, ...]:
 
 def key_types() -> dict[str, Any]:
     """{every key that a recipe may have: its type hint}."""
-    hints: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for cls in dataclasses_of_a_recipe():
-        resolved = typing.get_type_hints(cls)
-        hints |= {f.name: resolved[f.name] for f in dataclasses.fields(cls) if f.init}
-    return hints | {"datasets": list[_entry_type()]}
+        hints = typing.get_type_hints(cls)
+        types |= {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+    types["datasets"] = list[_entry_type()]
+    return types
 
 
 def _entry_type() -> type:
     """An entry of `datasets`: TRL's, with keys of ours."""
     from trl.scripts.utils import DatasetConfig
 
-    own = [(key, float | None if key == "weight" else str | None, None) for key in ENTRY_KEYS]
+    own = [(key, hint, None) for key, hint in ENTRY_KEYS.items()]
     own.append(("columns", list[str] | dict[str, str] | None, None))
     return dataclasses.make_dataclass("DatasetEntry", own, bases=(DatasetConfig,))
 
 
 def key_choices() -> dict[str, list[str]]:
-    """{key: the only values that it takes}, for keys that say so in their help; of enumerations TRL's classes do."""
-    fields = (field for cls in dataclasses_of_a_recipe() for field in dataclasses.fields(cls))
-    return {field.name: list(field.metadata["choices"]) for field in fields if field.metadata.get("choices")}
+    """{key: the only values that it takes}, by the keys' help texts."""
+    choices = {}
+    for cls in dataclasses_of_a_recipe():
+        for field in dataclasses.fields(cls):
+            if field.metadata.get("choices"):
+                choices[field.name] = list(field.metadata["choices"])
+    return choices
 
 
 # sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too;
@@ -90,76 +103,102 @@ UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_conf
 
 def recipe_findings(place: str, mapping: dict[str, Any], lines: dict[str, int]) -> list[Finding]:
     """All findings about one recipe. `lines`: in the file, by key."""
-    found, types, choices = [], key_types(), key_choices()
-    for key in (key for key in mapping if key in types):
-        where, value = f"{place}:{lines[key]}" if key in lines else place, mapping[key]
-        here = [*value_findings(where, key, value, types[key])]
-        here = here or [*range_findings(where, key, value)]
-        if not here and key in choices and isinstance(value, str) and value not in choices[key]:
-            fix, listed = _did_you_mean(value, choices[key]) or "Write one of them.", ", ".join(choices[key])
-            here = [finding("ZR114", key=key, where=where, value=value, choices=listed, fix=fix)]
-        if key in tables()["deprecated"]:
-            here.append(finding("ZR104", key=key, place=place, deprecated=tables()["deprecated"][key]))
-        found += [dataclasses.replace(finding, key=key) for finding in here]
-    return found + list(key_findings(place, [key for key in mapping if key not in types], types, lines))
+    types = key_types()
+    choices = key_choices()
+    deprecated = tables()["deprecated"]
+    findings = []
+    unknown = []
+    for key, value in mapping.items():
+        if key not in types:
+            unknown.append(key)
+            continue
+        where = _place_of(key, place, lines)
+        of_key = list(value_findings(where, key, value, types[key]))
+        if not of_key:
+            of_key += range_findings(where, key, value)
+        if not of_key and key in choices and isinstance(value, str) and value not in choices[key]:
+            fix = _did_you_mean(value, choices[key]) or "Write one of them."
+            listed = ", ".join(choices[key])
+            of_key.append(finding("ZR114", key=key, where=where, value=value, choices=listed, fix=fix))
+        if key in deprecated:
+            of_key.append(finding("ZR104", key=key, place=place, deprecated=deprecated[key]))
+        findings += [dataclasses.replace(one, key=key) for one in of_key]
+    return [*findings, *key_findings(place, unknown, types, lines)]
+
+
+def _place_of(key: str, place: str, lines: Mapping[str, int]) -> str:
+    return f"{place}:{lines[key]}" if key in lines else place
 
 
 def key_findings(
-    place: str, unknown: list[str], known: Iterable[str], lines: dict[str, int] | None = None
+    place: str, unknown: list[str], known: Iterable[str], lines: Mapping[str, int] | None = None
 ) -> Iterator[Finding]:
-    """One finding for each unknown key: renamed, the launcher's, another trainer's, or misspelt."""
+    """Unknown keys: renamed, the launcher's, another trainer's, or misspelt."""
     from accelerate.commands.config.config_args import ClusterConfig
 
     renamed = tables()["renamed"]
-    launcher = {*tables()["launcher"], *(field.name for field in dataclasses.fields(ClusterConfig))}
+    launcher = {field.name for field in dataclasses.fields(ClusterConfig)}
+    launcher.update(tables()["launcher"])
+    others = tables()["other_trainers"]
     for key in unknown:
-        where = f"{place}:{lines[key]}" if lines and key in lines else place
+        trainers = [trainer for trainer in others if key in others[trainer]]
+        about = {"key": key, "where": _place_of(key, place, lines or {}), "recipe_key": key}
         if key in renamed:
-            today, note = renamed[key].get("to"), renamed[key].get("note", "")
-            written = renamed[key].get("switch", today)
-            fix = f"Write `{written}`. {note}" if today else note
-            yield finding("ZR101", key=key, where=where, fix=fix.strip(), recipe_key=key)
+            yield finding("ZR101", **about, fix=_instead(renamed[key]))
         elif key in launcher:
-            yield finding("ZR102", key=key, where=where, recipe_key=key)
-        elif trainer := next((trainer for trainer, rows in tables()["other_trainers"].items() if key in rows), None):
-            today, note = (tables()["other_trainers"][trainer][key].get(part) for part in ("to", "note"))
-            fix = " ".join(filter(None, (f"Write `{today}`." if today else None, note)))
-            yield finding("ZR187", key=key, where=where, trainer=trainer, fix=fix, recipe_key=key)
+            yield finding("ZR102", **about)
+        elif trainers:
+            row = others[trainers[0]][key]
+            yield finding("ZR187", **about, trainer=trainers[0], fix=_instead(row))
         else:
             fix = _did_you_mean(key, known) or "Remove it, or see the table of keys in docs/recipe.md."
-            yield finding("ZR103", key=key, where=where, fix=fix, recipe_key=key)
+            yield finding("ZR103", **about, fix=fix)
+
+
+def _instead(row: Mapping[str, str]) -> str:
+    """The fix. `row`: of the key in keys.yaml."""
+    note = row.get("note", "")
+    if "to" not in row:
+        return note
+    written = row.get("switch", row["to"])
+    return f"Write `{written}`. {note}".strip()
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    near = difflib.get_close_matches(str(name), list(known), 2, 0.7)
-    return f"Did you mean {' or '.join(f'`{other}`' for other in near)}?" if near else None
+    near = difflib.get_close_matches(str(name), known, 2, 0.7)
+    if not near:
+        return None
+    named = "` or `".join(near)
+    return f"Did you mean `{named}`?"
 
 
 def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
-    """At most one finding: a value that the key cannot mean, by pydantic and TRL's own type hint."""
+    """A value that the key cannot mean, by pydantic and TRL's own type hint."""
     errors = [] if key in UNTYPED else _type_errors(value, hint)
-    takes = accepted_types(hint) if errors else set()
-    if not errors or (value is None and not takes <= {"boolean", "integer", "number"}):
+    if not errors:
+        return
+    types = accepted_types(hint)
+    if value is None and not types <= {"boolean", "integer", "number"}:
         return  # TRL's dataclasses have None where they do not say so
-    if isinstance(value, str) and takes & {"array", "object"} and key != "datasets":
+    if isinstance(value, str) and types & {"array", "object"} and key != "datasets":
         return  # TRL's parser makes lists and mappings of other texts
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and takes <= {"string", "null"}:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and types <= {"string", "null"}:
         return  # taken as text
-    if isinstance(value, bool) and "string" in takes:
+    if isinstance(value, bool) and "string" in types:
         written = "yes" if value else "no"
         yield finding("ZR106", key=key, where=where, value=str(value).lower(), written=written)
-    else:
-        messages = "; ".join(dict.fromkeys(error["msg"] for error in errors))
-        yield finding("ZR107", key=key, where=where, value=repr(value)[:80], messages=messages)
+        return
+    messages = dict.fromkeys(error["msg"] for error in errors)
+    yield finding("ZR107", key=key, where=where, value=repr(value)[:80], messages="; ".join(messages))
 
 
 def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
-    """pydantic's errors: "type", "loc", "msg", "input". None for a hint that pydantic does not know."""
+    """pydantic's errors; none for a hint that it does not know."""
     from pydantic import PydanticUserError, TypeAdapter, ValidationError  # here: recipes are read before torch
 
-    plain = isinstance(value, (bool, int, float))  # these strictly, or 1 would be taken for true and true for 1
+    is_plain = isinstance(value, (bool, int, float))  # these strictly, or 1 would be taken for true and true for 1
     try:
-        TypeAdapter(hint).validate_python(value, strict=plain)
+        TypeAdapter(hint).validate_python(value, strict=is_plain)
     except ValidationError as error:
         return error.errors(include_url=False)
     except PydanticUserError:
@@ -168,35 +207,46 @@ def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
 
 
 def range_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
-    """At most one finding: a number out of the key's range in keys.yaml, or NaN."""
+    """A number out of the key's range in keys.yaml, or NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
-    allowed = next((row for row in tables()["ranges"] if key in row["keys"]), {})
-    low, high = allowed.get("min", -float("inf")), allowed.get("max", float("inf"))
-    if not low <= value <= high:
-        words = [f"at least {low:,}"] if "min" in allowed else []
-        words += [f"at most {high:,}"] if "max" in allowed else []
-        yield finding("ZR113", key=key, where=where, value=value, allowed=" and ".join(words) or "a number")
+    rows = (row for row in tables()["ranges"] if key in row["keys"])
+    allowed = next(rows, {})
+    low = allowed.get("min", -math.inf)
+    high = allowed.get("max", math.inf)
+    if low <= value <= high:
+        return
+    words = []
+    if "min" in allowed:
+        words.append(f"at least {low:,}")
+    if "max" in allowed:
+        words.append(f"at most {high:,}")
+    shown = " and ".join(words) or "a number"
+    yield finding("ZR113", key=key, where=where, value=value, allowed=shown)
 
 
 def accepted_types(hint: Any) -> set[str]:
-    """JSON's names of the types that a key takes: {"string", "null"}. {"any"} for a hint unknown to pydantic."""
+    """JSON's names of the types that a key takes, as {"string", "null"}; {"any"} where pydantic does not know."""
     from pydantic import PydanticUserError, TypeAdapter
 
     try:
         schema = TypeAdapter(hint).json_schema()
     except PydanticUserError:
         return {"any"}
-    parts = schema.get("anyOf", [schema])
-    named = [schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part for part in parts]
-    return {part.get("type", "any") for part in named}
+    types = set()
+    for part in schema.get("anyOf", [schema]):
+        if "$ref" in part:
+            part = schema["$defs"][part["$ref"].rpartition("/")[2]]
+        types.add(part.get("type", "any"))
+    return types
 
 
 def ignore_findings(ignore: list[str] | str | None) -> Iterator[Finding]:
-    """One finding for each code under `ignore` that is unknown, or is of an error that no run can go on with."""
+    """Codes under `ignore` that are unknown, or of an error that no run can go on with."""
     rows: Mapping[str, Any] = table()
     for code in sorted(ignored_codes(ignore)):
         if code not in rows:
-            yield finding("ZR142", unknown=code, near=", ".join(difflib.get_close_matches(code, rows)) or "none")
+            near = difflib.get_close_matches(code, rows)
+            yield finding("ZR142", unknown=code, near=", ".join(near) or "none")
         elif rows[code]["level"] != "warning" and "ignore" not in rows[code]:
             yield finding("ZR143", ignored=code, what=described(code)["what"])

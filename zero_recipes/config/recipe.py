@@ -280,7 +280,7 @@ def named_on(overrides: list[str], known: Container[str]) -> set[str]:
 
 def decoded(value: Any) -> Any:
     """A mapping that the command line gives as JSON or YAML, its texts as transformers reads them ("true" is true)."""
-    from transformers.training_args import _convert_str_dict
+    from transformers.training_args import _convert_str_dict  # noqa: PLC2701 - engine/ is above this package
 
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
@@ -322,7 +322,7 @@ def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
     """With the values in force. SFTConfig starts the process group. Raises Refusal."""
     objects = []
     for cls in keys.dataclasses_of_a_recipe()[:-1]:
-        fields = {f.name for f in dataclasses.fields(cls) if f.init}
+        fields = [f.name for f in dataclasses.fields(cls) if f.init]
         with library_error_as_finding(f"making TRL's {cls.__name__} of {path}", fields):
             values = copy.deepcopy({key: value for key, value in settings.as_dict().items() if key in fields})
             for entry in values.get("datasets") or ():  # a mapping of columns is ours

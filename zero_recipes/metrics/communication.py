@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 - torch has no public place for it
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.process import local_world_size
