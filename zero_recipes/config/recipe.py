@@ -98,11 +98,8 @@ def read_recipe_file(path: Path) -> RecipeFile:
         raise refusal("ZR116", path=path, cwd=Path.cwd(), fix=fix)
     mapping = _load(path)
     env = mapping.pop("env", None) or {}
-    if not isinstance(env, dict):
+    if not isinstance(env, dict) or any(value is None or isinstance(value, (dict, list)) for value in env.values()):
         raise refusal("ZR119", path=path)
-    for value in env.values():
-        if value is None or isinstance(value, (dict, list)):
-            raise refusal("ZR119", path=path)
     mapping.environment = {str(name): str(value) for name, value in env.items()}
     in_force = os.environ | mapping.environment
     set_allocator(in_force)
