@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, entries_of
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.recipe import Recipe, Settings, choose_device
+from zero_recipes.config.recipe import Recipe, Settings
+from zero_recipes.config.run import choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
 from zero_recipes.core.process import environment_kept
 from zero_recipes.data.load import PADDING_TOKENS
