@@ -17,11 +17,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, entries_of
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.recipe import Recipe, Settings, choose_device
+from zero_recipes.config.recipe import Recipe, Settings
+from zero_recipes.config.run import choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
 from zero_recipes.core.process import environment_kept
 from zero_recipes.data.load import PADDING_TOKENS
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
+from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.model import load_config, load_model
 from zero_recipes.tools.verify import TOKENIZER, verify
 from zero_recipes.training import answers as sampling
@@ -48,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     device = choose_device(use_cpu=False)
+    if device == "cpu":
+        multiply_in_fp32()  # as its run did
     target = find_target(arguments.model, arguments.base, arguments.overrides, arguments.trust_remote_code)
     tokenizer = load_tokenizer(target)
     samples = read_questions(target, tokenizer)
