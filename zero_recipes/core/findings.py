@@ -65,7 +65,7 @@ class Finding:
 
 
 def shown(findings: Iterable[Finding], tracebacks: bool = False) -> str:
-    """The findings as people read them: those of one code for the same reason as one, with a line for each."""
+    """As people read them: those of one code for the same reason as one, with a line for each."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.head, finding.code, finding.why), []).append(finding)
@@ -195,7 +195,7 @@ def ignored_codes(ignore: list[str] | str | None) -> frozenset[str]:
 
 
 def described(code: str) -> dict[str, Any]:
-    """The row of a code with its area, and with <names> in the place of what only a run knows."""
+    """The row of a code with its area, and with <names> for what only a run knows."""
     row = table()[code] | {"area": AREAS[code[2]]}
     for part in PARTS:
         row[part] = re.sub(r"\{(\w*)[^{}]*\}", _placeholder, row[part])
@@ -213,7 +213,7 @@ def raise_errors(findings: list[Finding]) -> None:
 
 
 def print_ending(ending: Exception, tracebacks: bool = False) -> int:
-    """Print why a run ends, each finding on the ranks of its scope alone. Returns the exit code of every rank."""
+    """Print why a run ends, each finding on the ranks of its scope. Returns the exit code of every rank."""
     if isinstance(ending, Refusal):
         message = str(ending)
         mine = [finding for finding in ending.findings if _prints(finding.scope)]

@@ -67,11 +67,11 @@ class Host:
         return max(1, int(least))
 
     def threads(self, processes: int) -> int:
-        """For each of so many processes its share of the cores, one at least."""
+        """Each process's share of the cores, one at least."""
         return max(1, self.cores() // processes)
 
     def _cgroup_files(self, name: str) -> list[Path]:
-        """A file of this process's cgroup (version 2) and of those above it; a container's own shows as the root."""
+        """Of this process's cgroup (version 2) and of those above it; a container's own shows as the root."""
         own = self._find(r"^0::(.*)", "/proc/self/cgroup") or ""
         folder = Path("/sys/fs/cgroup" + own)
         return [above / name for above in (folder, *folder.parents)]
@@ -206,7 +206,7 @@ def library_versions() -> dict[str, str]:
 
 
 def version_of(package: str) -> str:
-    """As installed; "not installed" for one without metadata, as zero-recipes has none in a checkout."""
+    """As installed; zero-recipes has no metadata in a checkout."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -235,7 +235,7 @@ def hardware_facts(device: str) -> dict[str, Any]:
 
 
 def peak_memory(device: str) -> dict[str, int | None]:
-    """{"allocated", "reserved", "rss"}: peaks in bytes of this process; the first two null without an accelerator."""
+    """Peaks in bytes of this process; "allocated" and "reserved" are null without an accelerator."""
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     peaks = {"allocated": None, "reserved": None, "rss": rss}
     if device == "cuda":
@@ -293,7 +293,7 @@ class Gpu(BaseModel):
 
 
 def gpus(extra: Path | None = None) -> dict[str, Gpu]:
-    """{name: GPU}; what `extra` names is added, or takes the place of ours. Raises Refusal for a file with a fault."""
+    """{name: GPU}; `extra` adds to ours, or replaces them. Raises Refusal for a file with a fault."""
     paths = [OWN] if extra is None else [OWN, extra]
     known = {}
     for path in paths:

@@ -100,6 +100,7 @@ def refuse_broken_tokens(rows: Dataset, tokenizer: Tokenizer, split: str) -> Non
 
 
 def _token_faults(rows: Dataset, largest_id: int) -> Iterator[tuple[int, str, str]]:
+    """(row, column, what is wrong)."""
     names = [name for name in TOKEN_COLUMNS if name in rows.column_names]
     for name in names:
         kind = rows.data.schema.field(name).type
@@ -159,8 +160,9 @@ def audit_findings(
         level = "error" if count >= most else "warning"
         yield finding("ZR533", level=level, count=count, rows=found.rows, split=split, row=found.empty[0])
     if found.without_supervision:
-        row, *others = found.without_supervision
-        yield finding("ZR512", count=1 + len(others), split=split, row=row, text=str(rows[row])[:200])
+        count = len(found.without_supervision)
+        row = found.without_supervision[0]
+        yield finding("ZR512", count=count, split=split, row=row, text=str(rows[row])[:200])
     elif not found.supervised:
         yield finding("ZR513", split=split, max_length=training_args.max_length)
     elif _cuts_long_rows(training_args) and found.truncated > max(1, MAX_BAD_ROW_SHARE * found.rows):
@@ -210,7 +212,7 @@ def decoded_parts(row: dict[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[s
 
 
 def show_rows(rows: list, console: Console, longest: int | None = None) -> None:
-    """What carries loss in green; between brackets where there are no colours. `longest`: characters of a row."""
+    """What carries loss is green, or between brackets without colours. `longest`: characters of a row."""
     coloured = console.is_terminal and not console.no_color
     for number, parts in rows:
         text = plain(f"row {number}: ", style="bold")

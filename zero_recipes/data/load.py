@@ -1,4 +1,4 @@
-"""Data and tokenizer of a recipe: found, loaded and formatted, by one formatter for training and for generation."""
+"""Data and tokenizer of a recipe: found, loaded and formatted, for training and for generation alike."""
 
 import contextlib
 import copy

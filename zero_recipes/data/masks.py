@@ -140,7 +140,7 @@ class Chat(NamedTuple):
 def _span(chat: Chat, text: str, at: int, end: str, row: int) -> tuple[int, int]:
     """Where message `at` stands in the rendered conversation: after its header, up to and with the token that ends it.
 
-    Raises Refusal where the template writes the earlier messages otherwise once it follows.
+    Raises Refusal where the template writes earlier messages otherwise once it follows.
     """
     message = chat.messages[at]
     to_answer = message["role"] == "assistant"
@@ -163,7 +163,7 @@ def _span(chat: Chat, text: str, at: int, end: str, row: int) -> tuple[int, int]
 
 
 def _end_of_header(chat: Chat, text: str) -> int:
-    """Where an answer begins that is the first message."""
+    """Where an answer begins that comes first."""
     question = [{"role": "user", "content": "a"}]
     header = chat.render(question, to_answer=True).removeprefix(chat.render(question))
     at = text.find(header)

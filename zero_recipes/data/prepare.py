@@ -49,7 +49,7 @@ from zero_recipes.engine.huggingface import single_process_env
 
 DAY = 86400.0  # seconds: nothing is prepared for longer
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
-PLANNED_ROWS = 2000  # tokenised for a plan, spread over all: the mean of Alpaca's is then known to 2 %
+PLANNED_ROWS = 2000  # tokenised for a plan, spread over all: Alpaca's mean is then known to 2 %
 _READ_OF_ARGUMENTS = (
     # by TRL (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
     "max_length",
@@ -179,7 +179,7 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
 
 
 def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
-    """Rows, samples and tokenizer of a recipe, nothing tokenised yet. Raises Refusal."""
+    """What a recipe names, nothing tokenised yet. Raises Refusal."""
     tokenizer = load.apply_chat_template_file(tokenizer, settings)
     rows, evaluation, found = load.load_rows(settings)
     for form in found:
@@ -207,7 +207,7 @@ def finish(tokenised: Dataset, tokenizer: Tokenizer, training_args, packing: boo
 
 
 def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[Split], list[Finding]]:
-    """Training rows and, where there are any, evaluation rows, and what is wrong with each and with both together.
+    """Training rows, evaluation rows if there are any, and what is wrong with each and with both together.
 
     Of a stream the first STREAMED_ROWS. Raises Refusal for what cannot be tokenised.
     """
