@@ -1,7 +1,7 @@
-"""Whether a run fits the checkpoint that it is to go on from, before data and weights are loaded.
+"""Whether a run fits the checkpoint that it resumes from, before data and weights are loaded.
 
-A checkpoint holds what was made with the run's values: Adam's states, the scheduler's base rates, the rows' order.
-transformers and DeepSpeed mix them with other values silently.
+A checkpoint holds what was made with its run's values: Adam's states, the scheduler's base rates, the rows' order.
+transformers and DeepSpeed silently mix them with other values.
 """
 
 import json
@@ -21,11 +21,11 @@ _KEYS = tables()["resume"]
 DECIDES = tuple(_KEYS["decides"])  # with other values it is another training
 LENGTH = tuple(_KEYS["length"])  # may be raised
 ROUNDING = tuple(_KEYS["rounding"])  # speed or rounding: a warning
-BLOCKS = ("optimizer", "scheduler", "gradient_clipping")  # of a ds_config: they count instead of the recipe's keys
+BLOCKS = ("optimizer", "scheduler", "gradient_clipping")  # of a ds_config: they replace the recipe's keys
 
 
 def recipe_facts(settings: Settings, strategy: Strategy) -> dict[str, Any]:
-    """The part of a manifest that another run is compared with, as JSON."""
+    """What a manifest keeps for comparison with another run, as JSON."""
     values = settings.as_dict()
     facts = {key: values[key] for key in (*DECIDES, *LENGTH, *ROUNDING) if key in values}
     for block in BLOCKS:
@@ -39,7 +39,7 @@ def recipe_facts(settings: Settings, strategy: Strategy) -> dict[str, Any]:
 
 
 def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
-    """What does not fit. A checkpoint without a manifest, named by its path, cannot be compared."""
+    """What does not fit. Without a manifest (named by its path) nothing is compared."""
     if strategy.ds.on_nvme:
         yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
     dispatches = _accelerator_config(settings)["dispatch_batches"]
@@ -69,7 +69,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
 
 
 def _order_by_world(settings: Settings) -> Iterator[str]:
-    """Settings under which the rows' order follows from the number of processes."""
+    """Settings under which the rows' order depends on the number of processes."""
     order = str(settings.train_sampling_strategy)
     if order in ("group_by_length", "batch_rebalance"):
         yield f"train_sampling_strategy: {order}"
@@ -78,7 +78,7 @@ def _order_by_world(settings: Settings) -> Iterator[str]:
 
 
 def refuse_other_data(checkpoint: str | None, data_sha256: str) -> None:
-    """Refuse rows that are not the checkpoint's. `data_sha256`: data.prepare.Prepared's."""
+    """Refuse other rows than the checkpoint's. `data_sha256`: data.prepare.Prepared's."""
     if checkpoint is None:
         return
     written = read_manifest(Path(checkpoint)) or {}
@@ -88,13 +88,13 @@ def refuse_other_data(checkpoint: str | None, data_sha256: str) -> None:
 
 
 def _missing_states(folder: Path, strategy: Strategy) -> Iterator[Finding]:
-    """Files that a resume would go on without, with fresh states.
+    """Files without which a resume would go on with fresh states.
 
-    transformers 5.23, trainer.py `_load_optimizer_and_scheduler` loads neither where one is missing;
+    transformers 5.23, trainer.py `_load_optimizer_and_scheduler` loads neither where one is missing.
     DeepSpeed 0.19.8, runtime/engine.py `load_checkpoint` keeps the fresh optimizer.
     """
     wanted = {}
-    if strategy.ds.raw.get("scheduler") is None:  # a schedule of DeepSpeed's has no such file
+    if strategy.ds.raw.get("scheduler") is None:  # DeepSpeed's schedules have no such file
         wanted["scheduler.pt"] = 1
     if strategy.zero_stage:
         wanted["global_step*/*_optim_states.pt"] = strategy.world_size
@@ -108,7 +108,7 @@ def _missing_states(folder: Path, strategy: Strategy) -> Iterator[Finding]:
 
 
 def needs_reshard(written: Mapping | None, strategy: Strategy) -> bool:
-    """Whether the run can go on from it once `zero-recipes reshard` has spread it over these processes."""
+    """Whether the run can resume from it once `zero-recipes reshard` has spread it over these processes."""
     if written is None or not strategy.zero_stage or written.get("strategy") != strategy.name:
         return False
     return written["world_size"] != strategy.world_size
@@ -161,7 +161,7 @@ def _listed(keys: list[str], values: Mapping) -> str:
 
 
 def _resharded(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
-    """What would make it another run than was saved."""
+    """What would make it another run."""
     if strategy.zero_stage not in (1, 2, 3):
         yield finding("ZR712", name=strategy.name, checkpoint=checkpoint)
         return

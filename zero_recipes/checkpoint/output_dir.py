@@ -1,7 +1,7 @@
-"""The output folder of a run: one run at a time, never what another run saved, never what this run reads.
+"""The output folder of a run: one run at a time, never what another run saved or this run reads.
 
-`--overwrite true` renames the whole folder to `<output_dir>.previous`, and deletes the one that was there before. A
-folder in which nothing was saved is not kept: a run that fails at once does not push out the last results.
+`--overwrite true` renames the whole folder to `<output_dir>.previous`, and deletes the one before.
+A folder without anything saved is not kept: a run that fails at once does not push out the last results.
 """
 
 import errno
@@ -34,7 +34,7 @@ from zero_recipes.engine.group import agree, once
 
 OURS = ("recipe.resolved.yaml", "metrics.json")  # a run leaves at least one of them
 LOCK = ".zero-recipes.lock"
-LOCK_SECONDS = 1.0  # `refuse_in_use` of another start holds the lock for a moment
+LOCK_SECONDS = 1.0  # another start's `refuse_in_use` holds the lock for a moment
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 UNFINISHED_STATUS = ("running", "failed", "oom", "diverged", "preempted", "refused")  # of metrics.json
 # what a run writes into its folder, beside OURS
@@ -42,13 +42,13 @@ WRITTEN = (*(pattern for pattern in SAVED if pattern != "*config.json"), "pytorc
 WRITTEN += ("generation_config.json", "adapter_config.json", "training_args.bin", "README.md", "samples.jsonl")
 WRITTEN += ("loss.png", "failure.rank*.json")
 DATA = ("dataset_name", "datasets", "sample_prompts")  # keys
-NOT_READ = {"output_dir", "run_name", "dataset_train_split", "dataset_test_split"}  # keys whose text is no path to read
+NOT_READ = {"output_dir", "run_name", "dataset_train_split", "dataset_test_split"}  # keys that name no path to read
 
-Inputs = Iterable[tuple[str, Path]]  # what a run reads: (what names it, a path that is there)
+Inputs = Iterable[tuple[str, Path]]  # what a run reads: (what names it, an existing path)
 
 
 def saved_in(output_dir: Path) -> list[Path]:
-    """Checkpoints, weights and finished measurements in a folder; of another program's, all that a run writes over."""
+    """Checkpoints, weights and finished measurements; in another program's folder, all that a run overwrites."""
     patterns: Iterable[str] = WRITTEN
     if _is_ours(output_dir):
         patterns = ("*.safetensors", "pytorch_model*.bin")
@@ -68,7 +68,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _is_finished(metrics: Path) -> bool:
-    """Whether a metrics.json is there and does not say that its run has failed; one that cannot be read is kept."""
+    """Whether a metrics.json exists and does not say that its run failed. One that cannot be read is kept."""
     try:
         return json.loads(metrics.read_text())["status"] not in UNFINISHED_STATUS
     except (FileNotFoundError, NotADirectoryError):
@@ -78,7 +78,7 @@ def _is_finished(metrics: Path) -> bool:
 
 
 def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) -> Inputs:
-    """What exists of what the recipe, any key of it and the launcher's environment name."""
+    """What the recipe's keys and the launcher's environment name, where it exists."""
     named = {key: value for key, value in settings.as_dict().items() if key not in NOT_READ}
     named["the recipe"] = str(recipe)
     named["the working directory"] = str(Path.cwd())
@@ -88,14 +88,18 @@ def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) 
             if not isinstance(text, str):
                 continue
             with suppress(OSError, ValueError):  # too long, or a NUL: no path
-                path = Path(text.partition("*")[0]).expanduser()  # of a pattern the folder that it looks into
+                path = Path(text.partition("*")[0]).expanduser()  # of a pattern its folder
                 if text and path.exists():
                     yield key, path
 
 
 def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Inputs = ()) -> None:
-    """Refuse a folder that holds what an earlier run or another program saved, unless the recipe resumes or overwrites
-    its own; to overwrite what the run reads; and to write among the data. Touches nothing."""
+    """Touches nothing. Refuses:
+
+    - a folder with what an earlier run or another program saved, unless the recipe resumes or overwrites its own;
+    - to overwrite what the run reads;
+    - to write among the data.
+    """
     inputs = list(inputs)
     folder = output_dir.resolve()
     found = saved_in(output_dir)
@@ -111,7 +115,7 @@ def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: I
                 if path.exists():
                     to_delete.add(_identity(path.lstat()))
         for key, path in inputs:
-            if _identity(path.stat()) in to_delete:  # where it is mounted or linked to, too
+            if _identity(path.stat()) in to_delete:  # through mounts and links, too
                 raise refusal("ZR751", path=path.resolve(), key=key, read=path)
     elif found and not (resumes_in(output_dir, resume) and (_is_ours(output_dir) or numbered(output_dir))):
         listed = ", ".join(path.name for path in found[:4])
@@ -125,7 +129,7 @@ def _identity(stat: os.stat_result) -> tuple[int, int]:
 
 
 def _refuse_foreign(output_dir: Path) -> None:
-    """Neither what is renamed nor what is deleted may be another program's."""
+    """Nothing of another program's may be renamed or deleted."""
     for folder in (output_dir, previous_of(output_dir)):
         if folder.exists() and not _is_ours(folder):
             raise _not_kept(output_dir, f"{folder} has no run of zero-recipes")
@@ -142,9 +146,12 @@ def refuse_in_use(output_dir: Path) -> None:
 
 @contextmanager
 def hold_output_dir(output_dir: Path) -> Iterator[None]:
-    """Hold the folder for this run. Every rank enters (collective); rank 0 holds the lock, which the kernel drops with
-    the process, so that none is ever stale. Raises Refusal on every rank where another run is alive, or the folder
-    cannot be written. A run that is refused inside leaves no empty folder."""
+    """Hold the folder for this run. Collective.
+
+    Rank 0 holds the lock. The kernel drops it with the process: none is ever stale.
+    Raises Refusal on all ranks where another run is alive or the folder cannot be written.
+    A run that is refused inside leaves no empty folder.
+    """
     lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
 
     def make_and_acquire() -> None:
@@ -181,13 +188,15 @@ def _acquire(lock: FileLock, output_dir: Path) -> None:
 
 def _release(lock: FileLock, output_dir: Path) -> None:
     if lock.is_locked:
-        (output_dir / LOCK).unlink(missing_ok=True)  # while it is locked: nobody else has a file of this name
+        (output_dir / LOCK).unlink(missing_ok=True)  # while it is locked: nobody else has this file
         lock.release()
 
 
 def look_again(run: Run) -> Run:
-    """The run, to go on from what its folder holds now: another run may have trained in it before this one held it.
-    Collective, touches nothing. Raises Refusal."""
+    """The run, from what its folder holds now: another run may have trained in it before this one held it.
+
+    Collective. Touches nothing. Raises Refusal.
+    """
     checkpoint = agree(partial(_checkpoint_now, run))[rank()]
     if checkpoint != run.checkpoint:
         say(f"{run.output_dir} has changed: resuming from {checkpoint or 'no checkpoint'}")
@@ -207,9 +216,12 @@ def _checkpoint_now(run: Run) -> str | None:
 
 
 def claim_output_dir(output_dir: Path, overwrite: bool, step: int = 0) -> Path | None:
-    """Make the folder this run's, on rank 0, which holds it: an earlier run's failure files and unfinished checkpoints
-    go, damaged ones after `step`, where the run begins, are moved aside; under `overwrite` the folder as it was is kept
-    beside it, and returned. Raises Refusal."""
+    """Make the folder this run's, on rank 0, which holds it. Raises Refusal.
+
+    An earlier run's failure files and unfinished checkpoints go.
+    Damaged ones are moved aside. `step`: where the run begins.
+    Under `overwrite` the old folder is kept beside it, and returned.
+    """
     previous = None
     if overwrite and saved_in(output_dir):
         previous = _keep_previous(output_dir)
@@ -226,11 +238,11 @@ def claim_output_dir(output_dir: Path, overwrite: bool, step: int = 0) -> Path |
 
 
 def _keep_previous(output_dir: Path) -> Path:
-    """Rename the folder and make it anew; a lock on a file in it goes on in the new one."""
+    """Rename the folder and make it anew. A lock in it goes on in the new one."""
     _refuse_foreign(output_dir)
     previous = previous_of(output_dir)
     try:
-        if previous.exists():  # renamed first: a kill while it is deleted leaves no half of it under its name
+        if previous.exists():  # renamed first: a kill in between leaves no half of it under its name
             shutil.rmtree(_going(output_dir), ignore_errors=True)
             previous.rename(_going(output_dir))
         output_dir.resolve().rename(previous)
@@ -243,7 +255,7 @@ def _keep_previous(output_dir: Path) -> Path:
 
 
 def previous_of(output_dir: Path) -> Path:
-    """Where `--overwrite true` keeps what was in the folder; of a link, beside the folder that it leads to."""
+    """Where `--overwrite true` keeps the folder; of a link, beside its target."""
     folder = output_dir.resolve()
     return folder.with_name(f"{folder.name}.previous")
 

@@ -1,8 +1,9 @@
-"""Which checkpoint a run goes on from, the last whole one, and how a resharded one is loaded.
+"""Which checkpoint a run resumes from, the last whole one, and how a resharded one is loaded.
 
-Unfinished checkpoints are passed over; nothing whole is lost.
-The folder `zero_states` of a resharded one holds one safetensors file for each trainable parameter (the master, named
-fp32, exp_avg, exp_avg_sq, in the parameter's shape and the run's dtype) and index.json (save.read_states_index).
+Unfinished checkpoints are passed over. Nothing whole is lost.
+A resharded one's folder `zero_states` holds index.json (save.read_states_index)
+and a safetensors file for each trainable parameter:
+the master (fp32), exp_avg and exp_avg_sq, in the parameter's shape and the run's dtype.
 """
 
 import json
@@ -40,7 +41,7 @@ def resumes(requested: object) -> bool:
 
 
 def requested_in(output_dir: Path, settings: Settings) -> object:
-    """`resume_from_checkpoint`; where the recipe does not say, `true` for a run that a signal or a kill has stopped."""
+    """`resume_from_checkpoint`. Where the recipe does not say, `true` after a run that a signal or a kill stopped."""
     requested = settings.resume_from_checkpoint
     if requested is not None or settings.overwrite or not numbered(output_dir):
         return requested
@@ -65,7 +66,7 @@ class Batch(NamedTuple):
         return self.micro * self.accumulation * self.world_size
 
     def over(self, world_size: int) -> Self:
-        """The same sequences over other processes: this micro batch if it fits, else the largest smaller one."""
+        """The same sequences over other processes: this micro batch, or the largest smaller one that fits."""
         if self.total % world_size:
             raise refusal("ZR743", total=self.total, world_size=world_size, old=self)
         each = self.total // world_size
@@ -79,12 +80,12 @@ class Batch(NamedTuple):
 
 
 def requested_batch(settings: Settings) -> list[int | None]:
-    """What the recipe says of the batch, whatever becomes of it over other processes."""
+    """What the recipe says of the batch."""
     return [settings.per_device_train_batch_size, settings.gradient_accumulation_steps, settings.global_batch_size]
 
 
 def batch_kept(output_dir: Path, requested: object, given: list[int | None], world_size: int) -> dict[str, int] | None:
-    """That of the checkpoint that `true` means, over these processes; None where the recipe's own counts."""
+    """The checkpoint's batch under `true`, over these processes. None where the recipe's own counts."""
     if str(requested).lower() != "true":
         return None
     written = _last_manifest(output_dir)
@@ -103,7 +104,7 @@ def _last_manifest(output_dir: Path) -> dict[str, Any] | None:
 
 
 def resumes_in(output_dir: Path, requested: object) -> bool:
-    """Whether it means a checkpoint in output_dir: `true`, or the path of one there."""
+    """Whether it means a checkpoint in output_dir: `true`, or a path there."""
     if str(requested).lower() == "true":
         return True
     return resumes(requested) and Path(str(requested)).resolve().parent == output_dir.resolve()
@@ -116,7 +117,7 @@ def numbered(output_dir: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps behind it, by its name; -1 where that does not say."""
+    """Optimizer steps behind it, by its name, or -1."""
     named = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
     return int(named[1]) if named else -1
 
@@ -136,8 +137,8 @@ def checkpoint_to_resume(
 ) -> str | None:
     """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
 
-    `true` where there is none starts fresh and says so: a pod that restarts runs the same command.
-    Nothing is changed here (`clear_unfinished` does). `damaged`: passed over too. Raises Refusal.
+    Where there is none, `true` starts fresh: a pod that restarts runs the same command.
+    Touches nothing (`clear_unfinished` does). `damaged`: passed over too. Raises Refusal.
     """
     if not resumes(requested):
         return None
@@ -153,7 +154,6 @@ def checkpoint_to_resume(
 
 
 def _named(output_dir: Path, checkpoint: Path) -> Path:
-    """One that is named by its path."""
     _refuse_not_whole(checkpoint, _fault_of_named(checkpoint))
     if not resumes_in(output_dir, checkpoint):
         return checkpoint
@@ -198,10 +198,13 @@ def _refuse_not_whole(checkpoint: Path, fault: str | None) -> None:
 
 
 def resolve_resume_checkpoint(run: Run) -> Run:
-    """The run, to go on from a checkpoint whose contents are what was written. Collective: every rank calls it, and
-    each reads its share of the files. Where `resume_from_checkpoint: true` found one whose checksums differ, the one
-    before it is taken, as for one that is cut off. Nothing is changed here: the run may still be refused. The caller
-    holds the folder. Raises Refusal, the same on all ranks."""
+    """The run, from a checkpoint whose contents are what was written. Collective.
+
+    Each rank reads its share of the files.
+    Under `resume_from_checkpoint: true` one whose checksums differ gives way to the one before.
+    Touches nothing: the run may still be refused.
+    The caller holds the folder. Raises Refusal, the same on all ranks.
+    """
     chosen = agree(lambda: run.checkpoint)
     if len(set(chosen)) > 1:
         listed = ", ".join(f"rank {number}: {path or 'starts fresh'}" for number, path in enumerate(chosen))
@@ -229,8 +232,10 @@ def resolve_resume_checkpoint(run: Run) -> Run:
 
 @contextmanager
 def resharded_where_needed(run: Run) -> Iterator[Run]:
-    """The run, to go on from its checkpoint or from that checkpoint spread over these processes. Collective; the caller
-    holds the folder. The copy is deleted where it, or anything inside, is refused."""
+    """The run, from its checkpoint or a copy that is spread over these processes. Collective.
+
+    The caller holds the folder. The copy is deleted where it, or anything inside, is refused.
+    """
     if run.checkpoint is None or not needs_reshard(save.read_manifest(Path(run.checkpoint)), run.strategy):
         yield run
         return
@@ -252,12 +257,12 @@ def resharded_where_needed(run: Run) -> Iterator[Run]:
 
 
 def _reshard(checkpoint: Path, strategy: Strategy, target: Path) -> None:
-    """By the command, on rank 0: a run does not import what rewrites checkpoints. One that a user has made is taken."""
+    """By the command: a run does not import what rewrites checkpoints. One that a user made is taken."""
     world_size = strategy.world_size
     if target.exists() and not (target / save.OF_A_RUN).exists():
         _refuse_not_whole(target, save.checkpoint_fault(target))
         return
-    shutil.rmtree(target, ignore_errors=True)  # of a run that was killed; the checkpoint may be another by now
+    shutil.rmtree(target, ignore_errors=True)  # a killed run's; the checkpoint may have changed
     command = [sys.executable, "-m", "zero_recipes.tools.main", "reshard", str(checkpoint), "--skip_checksums"]
     command += ["--world_size", str(world_size), "--stage", str(strategy.zero_stage)]
     say(f"resharding {checkpoint} for world size {world_size}")
@@ -269,14 +274,14 @@ def _reshard(checkpoint: Path, strategy: Strategy, target: Path) -> None:
 
 
 def forget_resharded(output_dir: Path) -> None:
-    """Delete what runs have resharded for themselves, once they have checkpoints of their own."""
+    """Delete what runs resharded for themselves, once they have checkpoints of their own."""
     for mark in output_dir.glob(f"checkpoint-*/{save.OF_A_RUN}"):
         save.begin_checkpoint(mark.parent)
         shutil.rmtree(mark.parent)
 
 
 def clear_unfinished(output_dir: Path, step: int = 0) -> None:
-    """Make room for the checkpoints after `step`, where the run begins, on rank 0 after the last refusal.
+    """Make room for the checkpoints after `step`, where the run begins. On rank 0, after the last refusal.
 
     Unfinished ones are deleted: their steps are trained again, bit for bit.
     Damaged ones were whole once: they are moved aside.
@@ -306,7 +311,7 @@ def _move_aside(checkpoint: Path, fault: str) -> None:
 
 
 def _refuse_code(checkpoint: Path, share: int, of: int) -> None:
-    """In a checkpoint, and in the best one that it names."""
+    """In a checkpoint, and in the best one it names."""
     best = json.loads((checkpoint / save.STATE).read_text()).get("best_model_checkpoint")
     for folder in {checkpoint.resolve(), Path(best or checkpoint).resolve()}:
         found = code_in(folder, share, of)
@@ -320,7 +325,7 @@ def code_refusal(checkpoint: Path, found: str | None) -> Refusal:
 
 
 def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
-    """The first file that cannot be read without running what it holds, and why."""
+    """The first file that cannot be read without running code, and why."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files[share::of]:
         why = not_plain(path)
@@ -333,9 +338,9 @@ def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
 
 
 def load_resharded(engine, checkpoint: str | Path) -> None:
-    """Put a resharded checkpoint's weights, optimizer states and counters into `engine`, before its first step.
+    """Put a resharded checkpoint's weights, states and counters into `engine`, before its first step. Collective.
 
-    Collective. Each rank reads the mapped files of one parameter after another and copies its own part.
+    Each rank maps one parameter's file after another and copies its own part.
     Raises Refusal on all ranks where the parameters or their groups are not the checkpoint's.
     """
     index = save.read_states_index(checkpoint)
@@ -360,9 +365,9 @@ def load_resharded(engine, checkpoint: str | Path) -> None:
 
 
 def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any], checkpoint: str | Path) -> None:
-    """What DeepSpeed's own load takes from the checkpoint's groups, the learning rate of the moment among it.
+    """What DeepSpeed's load takes from the checkpoint's groups, with the current learning rate.
 
-    transformers loads the scheduler's counter only: until its next step the rate is the group's.
+    transformers loads only the scheduler's counter: until its next step the rate is the group's.
     """
     names = {id(p): name for name, p in parameters.items()}
     groups = []

@@ -1,7 +1,7 @@
 """Files of a save: the manifest of a checkpoint, the tensors of a model or adapter, and the checksums of both.
 
-A checkpoint begins with the empty file `unfinished` and ends with `manifest.json`, which tell three kinds apart:
-one that is whole, one of ours that was not written to its end, and one that another program wrote (neither).
+A checkpoint begins with the empty file `unfinished` and ends with `manifest.json`. They tell three kinds apart:
+a whole one, an unfinished one, and another program's (neither).
 """
 
 import hashlib
@@ -29,7 +29,7 @@ LATEST = "latest"
 # of a resharded one
 STATES = "zero_states"
 INDEX_OF_STATES = "zero_states/index.json"
-OF_A_RUN = "of_a_run"  # the mark of one that a run has made for itself
+OF_A_RUN = "of_a_run"  # the mark of one that a run made for itself
 # files of a model or adapter
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -47,17 +47,17 @@ SAVED = (
     "added_tokens.json",
     "chat_template*",
 )
-THREADS = 4  # hashing and syncing release the interpreter's lock
+THREADS = 4  # hashing and syncing release the GIL
 
 
 class NotWhole(RunFailed):
-    """A saved model that lacks weights. Raised after training, so it is no Refusal."""
+    """A saved model that lacks weights. Raised after training: no Refusal."""
 
 
 def checksums_of(folder: Path, names: Iterable[str], algorithm: Any = xxhash.xxh3_128) -> dict[str, str | None]:
-    """{name: hexadecimal digits} of files; None of one that cannot be read.
+    """{name: hexadecimal digits}; None of a file that cannot be read.
 
-    xxh3_128 for checkpoints (as fast as memory is read), "sha256" for models that are handed on.
+    xxh3_128 for checkpoints (as fast as memory), "sha256" for models that are handed on.
     """
 
     def digits(name: str) -> str | None:
@@ -73,7 +73,7 @@ def checksums_of(folder: Path, names: Iterable[str], algorithm: Any = xxhash.xxh
 
 
 def first_changed(folder: Path, expected: dict[str, str], algorithm: Any = xxhash.xxh3_128) -> str | None:
-    """The first file whose checksum is another; None if all have theirs."""
+    """The first file with another checksum. None if all have theirs."""
     for name, digits in checksums_of(folder, expected, algorithm).items():
         if digits != expected[name]:
             return name
@@ -84,14 +84,14 @@ def first_changed(folder: Path, expected: dict[str, str], algorithm: Any = xxhas
 
 
 def begin_checkpoint(checkpoint: Path) -> None:
-    """It is known to be unfinished until `write_manifest`; likewise one that is being deleted."""
+    """It counts as unfinished until `write_manifest`. Also called before one is deleted."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / UNFINISHED).touch()
     (checkpoint / MANIFEST).unlink(missing_ok=True)
 
 
 def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool = True) -> None:
-    """Write manifest.json after all ranks have written their files; every file reaches the disk before it does.
+    """Write manifest.json, after all ranks' files. Every file reaches the disk before it does.
 
     `facts`: of the run, and the step; or another manifest.
     """
@@ -102,10 +102,10 @@ def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool
             sizes[name] = path.stat().st_size
     digests = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        synced = pool.map(_sync, [checkpoint / name for name in sizes])  # the disk writes while checksums are computed
+        synced = pool.map(_sync, [checkpoint / name for name in sizes])  # the disk writes meanwhile
         if with_checksums:
             digests = checksums_of(checkpoint, sizes)
-        list(synced)  # raises what a thread has raised
+        list(synced)  # raises what a thread raised
     document = {"schema": 1, **facts, "files": sizes, "checksums": digests}
     document["checksum"] = _checksum_of(document)
     write_text(checkpoint / MANIFEST, json.dumps(document, indent=2) + "\n")
@@ -115,7 +115,7 @@ def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
-    """The manifest; None where there is none that is as it was written."""
+    """None where it is missing or was changed."""
     try:
         found = json.loads((checkpoint / MANIFEST).read_text())
         return found if found["checksum"] == _checksum_of(found) else None
@@ -124,7 +124,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def is_unfinished(checkpoint: Path) -> bool:
-    """Whether a save of ours was begun and not ended."""
+    """Whether a save of ours did not end."""
     return (checkpoint / UNFINISHED).exists() and not (checkpoint / MANIFEST).exists()
 
 
@@ -134,7 +134,7 @@ def is_foreign(checkpoint: Path) -> bool:
 
 
 def checkpoint_fault(checkpoint: Path) -> str | None:
-    """The first fault that shows without a look into the large files; None if there is none."""
+    """The first fault that shows without a look into large files."""
     if is_unfinished(checkpoint):
         return f"{checkpoint} is incomplete: a process was killed while it saved, or the disk was full."
     found = read_manifest(checkpoint)
@@ -148,7 +148,7 @@ def checkpoint_fault(checkpoint: Path) -> str | None:
 
 
 def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
-    """The first file whose checksum is not the manifest's. Each of `of` processes looks at a `share` of the files."""
+    """The first file whose checksum is not the manifest's. Each of `of` processes reads its `share` of the files."""
     found = read_manifest(checkpoint)
     if found is None:
         return None
@@ -161,7 +161,7 @@ def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
 
 
 def document_fault(checkpoint: Path) -> str | None:
-    """The first small file that a resume could not read; None if there is none."""
+    """The first small file that a resume could not read."""
     for name in (LATEST, STATE, HISTORY, INDEX_OF_STATES):
         path = checkpoint / name
         try:
@@ -177,7 +177,7 @@ def document_fault(checkpoint: Path) -> str | None:
 
 
 def _check_latest(checkpoint: Path, folder: str) -> None:
-    """DeepSpeed opens the folder that `latest` names, wherever that is."""
+    """DeepSpeed opens any folder that `latest` names."""
     states = (checkpoint / folder).resolve()
     if states.parent != checkpoint.resolve() or not states.is_dir():
         raise ValueError(f"{states.name[:40]!r} is not a folder of this checkpoint")
@@ -214,7 +214,7 @@ def _sync(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor as the header of its file describes it."""
+    """A tensor, from its file's header."""
 
     file: Path
     dtype: str  # "BF16", "F32", ...
@@ -226,7 +226,7 @@ class Entry:
 
 
 def compare_with_class(folder: Path, trust_remote_code: bool = False) -> dict[str, Entry]:
-    """Compare a saved model or adapter with its class, on the meta device; only tied weights may be absent.
+    """Compare a saved model or adapter with its class, on the meta device. Only tied weights may be absent.
 
     Returns `entries_of`. Raises NotWhole.
     """
@@ -244,7 +244,7 @@ def compare_with_class(folder: Path, trust_remote_code: bool = False) -> dict[st
 
 
 def entries_of(folder: Path) -> dict[str, Entry]:
-    """{tensor name: entry}. Raises NotWhole: safetensors checks that the tensors fill each file exactly."""
+    """{tensor name: entry}. Raises NotWhole: safetensors checks that tensors fill each file exactly."""
     entries = {}
     path = folder / INDEX
     try:
@@ -269,7 +269,7 @@ def _tensor_files(folder: Path) -> list[Path]:
 
 
 def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
-    """transformers itself matches the names: what is missing here is what from_pretrained would invent."""
+    """transformers matches the names: what is missing, from_pretrained would invent."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -281,14 +281,14 @@ def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
             local_files_only=True,
             trust_remote_code=trust_remote_code,
         )
-    except Exception as error:  # a config's values reach the model's own code: whatever it raises
+    except Exception as error:  # any kind: a config's values reach the model's code
         raise NotWhole(f"{folder} has weights, but no model can be built from it: {first_line(error)}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         _raise_if_any(folder, kind.replace("_", " "), set(map(str, report[kind])))
 
 
 def _compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_code: bool) -> None:
-    """Every matrix that PEFT would make for its base is there. Nothing is compared without the base."""
+    """Every matrix that PEFT would make for its base is there. Without the base nothing is compared."""
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -314,7 +314,7 @@ def _raise_if_any(folder: Path, what: str, names: set[str]) -> None:
 
 
 def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
-    """Raise NotWhole at NaN or infinite numbers; with `zeros` at a matrix of zeros. One tensor in memory at a time."""
+    """Raise NotWhole at NaN or infinity, with `zeros` also at a matrix of zeros. One tensor in memory at a time."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[0])):
         with safe_open(entry.file, "pt") as file:
             tensor = file.get_tensor(name)
@@ -328,13 +328,12 @@ def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """checksums.json."""
     digests = checksums_of(folder, saved_files(folder), "sha256")
     write_json(folder / CHECKSUMS, {"algorithm": "sha256", "files": digests})
 
 
 def saved_files(folder: Path) -> list[str]:
-    """Names of the weights, configurations and parts of a tokenizer in a folder."""
+    """Names of a folder's weights, configurations and tokenizer files."""
     names = set()
     for pattern in SAVED:
         names.update(path.name for path in folder.glob(pattern) if path.is_file())

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine and optimizers from inside: bytes of model states, states of a resharded checkpoint, collectives.
+"""DeepSpeed's engine and optimizers: bytes of model states, states of a resharded checkpoint, collectives.
 
 Private: the attributes of DeepSpeed's optimizers in _LAYOUTS, of its partitioned parameters (ds_id, ds_shape,
 ds_tensor, ds_secondary_tensor; DeepSpeed 0.19.8, runtime/zero/) and of 4-bit layers (quant_state; bitsandbytes 0.50,
@@ -8,7 +8,7 @@ Private: of the optimizers of stages 1 to 3 (DeepSpeed 0.19.8, runtime/zero/stag
 groups, `_optimizer_step`, `_lazy_init_hp_params_optimizer_state`, `update_lp_params`,
 `_reassign_or_swap_out_partitioned_parameters`, `checkpoint_event_epilogue`, `persistent_parameters`;
 of stage 0's (fp16/) groups and masters.
-A resharded checkpoint goes into a fresh engine by parameter; no public call fills one.
+No public call fills a fresh engine by parameter, as a resharded checkpoint must.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,12 +71,12 @@ def state_bytes(
     offload_optimizer: bool,
     offload_param: bool,
 ) -> dict[str, int]:
-    """{"params", "grads", "optimizer", "offloaded_host"}: bytes at this moment, on this rank.
+    """{"params", "grads", "optimizer", "offloaded_host"}: bytes now, on this rank.
 
-    `model` is the bare module, `parameters` are its own between two steps.
-    `optimizer` is DeepSpeed's ZeRO optimizer or a torch optimizer; TypeError for others.
-    offloaded_host: on another device than the one that trains, but for the counters of torch's optimizers;
-    in a CPU run, where host and device are one, states that the configuration offloads.
+    `model`: the bare module. `parameters`: its own, between two steps.
+    `optimizer`: DeepSpeed's ZeRO optimizer or torch's. TypeError for others.
+    offloaded_host: on another device than the one that trains, without the counters of torch's optimizers.
+    On the CPU, where host and device are one: what the configuration offloads.
     """
     device = _training_device()
     tensors = {
@@ -101,15 +101,15 @@ def state_bytes(
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of whole storages, each counted once."""
-    storages = {tensor.untyped_storage() for tensor in tensors}  # one object for all views of it
+    """Whole storages, each counted once."""
+    storages = {tensor.untyped_storage() for tensor in tensors}  # one object for all views
     return sum(storage.nbytes() for storage in storages)
 
 
 def weight_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Stages 1 and 2: the flat 16-bit groups, padding included.
+    """Stages 1 and 2: the flat 16-bit groups, with padding.
 
-    Stage 3: this rank's partition (`ds_tensor`), and its part of the machine's copy under hpZ (`ds_secondary_tensor`).
+    Stage 3: this rank's partition; under hpZ also its part of the machine's copy (`ds_secondary_tensor`).
     """
     if is_stage_3(optimizer):
         for p in parameters:
@@ -121,36 +121,36 @@ def weight_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> 
 
 
 def is_partitioned(p: torch.nn.Parameter) -> bool:
-    """Whether ZeRO stage 3 has cut it into one part for each rank."""
+    """Whether stage 3 has cut it into one part a rank."""
     return hasattr(p, "ds_id")
 
 
 def whole_size(p: torch.nn.Parameter) -> int:
-    """Elements of a parameter, of all ranks together."""
+    """Elements on all ranks together."""
     return whole_shape(p).numel()
 
 
 def whole_shape(p: torch.nn.Parameter) -> torch.Size:
-    """The shape of a parameter before partitioning."""
+    """The shape before partitioning."""
     return p.ds_shape if is_partitioned(p) else p.shape
 
 
 def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Any]]:
-    """(weight, bitsandbytes' QuantState) of every layer in 4 bit: its scales, and the shape before packing.
+    """(weight, bitsandbytes' QuantState) of every 4-bit layer: scales, and the shape before packing.
 
-    FSDP2 makes other parameters of the weights; the layer keeps the state then
+    FSDP2 replaces the weights. The layer keeps the state then
     (bitsandbytes 0.50, nn/modules.py, fix_4bit_weight_quant_state_from_module).
     """
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
-        weight = own.get("weight")  # PEFT's layer has its base's as a property
+        weight = own.get("weight")  # PEFT's layer has its base's
         state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
         if state is not None:
             yield weight, state
 
 
 def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """What 4-bit weights are multiplied with: no parameter, and whole on every rank."""
+    """Of 4-bit weights: no parameters, and whole on every rank."""
     for _, state in packed_weights(model):
         yield from _flatten(vars(state))
         if state.nested:
@@ -158,9 +158,9 @@ def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Gradients as each stage keeps them, and the fp32 copies that DeepSpeed makes inside step().
+    """Gradients as each stage keeps them, and the fp32 copies of DeepSpeed's step().
 
-    From stage 2 on a parameter's own gradient is in flight only, on its way through the reduce bucket.
+    From stage 2 on a parameter's own only passes through the reduce bucket.
     """
     layout = _layout(optimizer)
     stage_1_or_2 = _is(optimizer, "DeepSpeedZeroOptimizer")
@@ -169,7 +169,7 @@ def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -
     elif not stage_1_or_2 and not is_stage_3(optimizer):
         yield from _gradients_outside_buckets(parameters, [])
     yield from _attributes(optimizer, layout.gradients)
-    if stage_1_or_2:  # the buffer of copy_grads_in_partition: made by the first gradient
+    if stage_1_or_2:  # copy_grads_in_partition makes it with the first gradient
         yield from _flatten(getattr(optimizer, "grads_in_partition", None))
     for master in _attributes(optimizer, layout.masters):
         if master.grad is not None:
@@ -177,19 +177,19 @@ def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -
 
 
 def _gradients_outside_buckets(parameters: Sequence[torch.nn.Parameter], buckets: Iterable) -> Iterator[torch.Tensor]:
-    """Stage 1 leaves small gradients as views into the bucket that has reduced them: they hold no memory."""
+    """Stage 1 leaves small gradients as views into their reduce bucket: they hold no memory."""
     reduced = set()
     for bucket in buckets:
         reduced.update(buffer.untyped_storage() for buffer in bucket.buffer)
     for p in parameters:
-        # zero/stage_1_and_2.py: fill_grad_accum_attribute makes the second one, where it makes any
+        # zero/stage_1_and_2.py: fill_grad_accum_attribute may make the second one
         for grad in (p.grad, getattr(p, "grad_accum", None)):
             if grad is not None and local(grad).untyped_storage() not in reduced:
                 yield grad
 
 
 def optimizer_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """fp32 masters and every tensor of `optimizer.state`. Without DeepSpeed the master is the parameter itself."""
+    """fp32 masters and `optimizer.state`. Without DeepSpeed the master is the parameter itself."""
     known = set(map(id, parameters))
     for master in _attributes(optimizer, _layout(optimizer).masters):
         if id(master) not in known:
@@ -226,14 +226,15 @@ def _flatten(value: Any) -> Iterator[torch.Tensor]:
 
 
 def forget_trace_of_generation(engine) -> None:
-    """ZeRO stage 3: drop the order of modules that DeepSpeed has recorded while the model generated.
+    """Stage 3: drop the order of modules that DeepSpeed recorded while the model generated.
 
     Private: the `param_coordinator` of stage 3 and its trace (DeepSpeed 0.19.8,
     runtime/zero/partitioned_param_coordinator.py). It prefetches parameters in the order of the last forward pass.
-    Generation passes through the LM head's module; TRL's fused LM head (trl/trainer/utils.py `add_fused_lm_head`)
-    gathers the head's weight itself: it finds it in flight, "Cannot partition a param in flight".
+    Generation passes through the LM head's module.
+    TRL's fused LM head (trl/trainer/utils.py `add_fused_lm_head`) gathers the weight itself,
+    and finds it in flight: "Cannot partition a param in flight".
     TRL does the same in models/utils.py `add_hooks`, behind a full gather.
-    The order is recorded anew from the second step on: that of the first lacks the head, a LoRA's "tracing error".
+    The order is recorded anew from the second step on. The first lacks the head: a LoRA's "tracing error".
     """
     optimizer = getattr(engine, "optimizer", None)
     if is_stage_3(optimizer):
@@ -251,10 +252,10 @@ def is_stage_3(optimizer: Any) -> bool:
 
 
 def set_state(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") to where it belongs.
+    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") into place.
 
-    At stage 3 by DeepSpeed's call for a part: the one for all (0.19.8, zero/stage3.py `set_full_hp_param`) does not
-    know that the last part is padded, and fails where the world does not divide the size.
+    At stage 3 by DeepSpeed's call for a part: the one for all (0.19.8, zero/stage3.py `set_full_hp_param`)
+    ignores that the last part is padded, and fails where the world does not divide the size.
     """
     from deepspeed import utils
 
@@ -269,7 +270,7 @@ def set_state(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
 
 
 def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a tensor of the shape of `p`, flat: all but at stage 3."""
+    """This rank's elements of `whole`, flat. All of them below stage 3."""
     if not is_partitioned(p):
         return whole.flatten()
     size = p.ds_tensor.numel()
@@ -279,9 +280,10 @@ def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def set_masters(optimizer, values: Iterable[tuple], can_be_set: bool = True) -> bool:
-    """Set this rank's fp32 masters where the weights, 16-bit copies of `values`, have lost bits. The weights stay.
+    """Set this rank's fp32 masters where the weights, 16-bit copies of `values`, have lost bits.
 
-    `values`: (trained parameter, whole tensor or None if unknown). Returns whether all masters are the values.
+    The weights stay. `values`: (trained parameter, whole tensor or None if unknown).
+    Returns whether all masters are the values.
     """
     at_stage_0 = _masters_at_stage_0(optimizer)
     exact = True
@@ -307,7 +309,7 @@ def set_masters(optimizer, values: Iterable[tuple], can_be_set: bool = True) -> 
 
 
 def _masters_at_stage_0(optimizer) -> dict[int, torch.Tensor]:
-    """{id of a weight: its master}, with FusedAdam a part of a flat one; {} at other stages."""
+    """{id of a weight: its master}, with FusedAdam a part of a flat one. Empty at other stages."""
     found: dict[int, torch.Tensor] = {}
     if _is(optimizer, "FP16_Optimizer"):
         for members, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
@@ -320,7 +322,7 @@ def _masters_at_stage_0(optimizer) -> dict[int, torch.Tensor]:
 
 
 def flat_masters(optimizer) -> list[torch.Tensor]:
-    """This rank's: of each sub-group at stage 3, of each group at stages 1 and 2."""
+    """This rank's, one a group (stage 3: a sub-group)."""
     if is_stage_3(optimizer):
         return optimizer.fp32_partitioned_groups_flat
     return optimizer.single_partition_of_fp32_groups
@@ -337,7 +339,7 @@ def members_of_groups(optimizer) -> list[list[torch.nn.Parameter]]:
 
 
 def make_adam_states(optimizer) -> None:
-    """Let any Adam make its own states: one step with zero gradients at a rate of 0. All are overwritten afterwards.
+    """Let any Adam make its states, to be overwritten: one step with zero gradients at a rate of 0.
 
     DeepSpeed makes none before the first step (zero/stage3.py, stage_1_and_2.py `initialize_optimizer_states`).
     """
@@ -345,7 +347,7 @@ def make_adam_states(optimizer) -> None:
     stage_3 = is_stage_3(optimizer)
     masters = flat_masters(optimizer)
     rates = [group["lr"] for group in base.param_groups]
-    grads = [master.grad for master in masters]  # offloaded ones have a buffer that stays
+    grads = [master.grad for master in masters]  # offloaded ones keep a buffer
     for group in base.param_groups:
         group["lr"] = 0.0
     for number, master in enumerate(masters):
@@ -360,13 +362,13 @@ def make_adam_states(optimizer) -> None:
         base.step()
         for master, grad in zip(masters, grads, strict=True):
             master.grad = grad
-        optimizer._lazy_init_hp_params_optimizer_state()  # links each parameter to its part of the states
+        optimizer._lazy_init_hp_params_optimizer_state()  # links parameters to their states
     for group, rate in zip(base.param_groups, rates, strict=True):
         group["lr"] = rate
 
 
 def set_adam_step(optimizer, step: int) -> None:
-    """Each state gets a counter of its own: one that two groups share would count twice in each step."""
+    """Each state gets its own counter: one that two groups share would count twice a step."""
     base = base_optimizer(optimizer)
     for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups, with integers
         counter = counters.get("step")
@@ -384,15 +386,15 @@ def refresh_weights(optimizer) -> None:
     for number in range(len(flat_masters(optimizer))):
         optimizer._reassign_or_swap_out_partitioned_parameters(number)
     persistent = optimizer.persistent_parameters
-    if persistent:  # small parameters stay gathered: drop the old whole ones, gather the new
+    if persistent:  # small parameters stay gathered: gather them anew
         persistent[0].partition(persistent)
     optimizer.checkpoint_event_epilogue()
 
 
 # collectives
 
-# methods of DeepSpeed's backend (0.19.8, comm/torch.py; its decorators hide their signatures): the collective, the
-# argument with the full tensor, the names of the arguments in order
+# methods of DeepSpeed's backend (0.19.8, comm/torch.py; its decorators hide their signatures):
+# the collective, the argument with the full tensor, all arguments in order
 COLLECTIVES = {
     "all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
     "inference_all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
@@ -411,10 +413,10 @@ COLLECTIVES = {
 
 
 def communication_backend():
-    """The object whose methods carry DeepSpeed's collectives.
+    """The object with DeepSpeed's collectives.
 
     Private: `cdb` and the methods of COLLECTIVES (DeepSpeed 0.19.8, comm/comm.py and comm/torch.py).
-    DeepSpeed's own logger (comm.py `timed_op`) waits for the device at every collective and does not know the group.
+    DeepSpeed's logger (comm.py `timed_op`) waits for the device at every collective and does not know the group.
     """
     from deepspeed import comm
 

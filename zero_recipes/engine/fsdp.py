@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 
 def fix_arguments(training_args, device: str) -> None:
-    """Set what would change a run's results. Call it once TrainingArguments exist and before the trainer does.
+    """Set what would change a run's results, before there is a trainer.
 
-    accelerate's own mixed precision (utils/dataclasses.py, set_mixed_precision) also casts what the model returns:
-    the loss, which TRL computes inside, is rounded to three digits. `fsdp_config` takes no other.
+    accelerate's mixed precision (utils/dataclasses.py, set_mixed_precision) also casts what the model returns:
+    the loss, which TRL computes inside, is rounded to three digits.
+    `fsdp_config` takes no other.
 
-    Private: `fsdp_plugin_args` of TrainingArguments (transformers 5.23, training_args.py), for accelerate's plugin.
+    Private: `fsdp_plugin_args` of TrainingArguments (transformers 5.23, training_args.py).
     """
     if device == "cpu":
         shard_on_cpu()
@@ -32,7 +33,7 @@ def shard_on_cpu() -> None:
 
     Private: the `distributed_type` of PartialState (accelerate 1.15).
     state.py (AcceleratorState.__init__) looks for FSDP only where the type is on a list without MULTI_CPU:
-    with `use_cpu` every rank trains under plain DistributedDataParallel, without a message.
+    with `use_cpu` every rank silently trains under plain DistributedDataParallel.
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
@@ -41,10 +42,10 @@ def shard_on_cpu() -> None:
 
 
 def keep_names_of_the_file(model: PreTrainedModel) -> None:
-    """Let a model be saved under the names that its class has in files. Call it before the model is sharded.
+    """Let a model be saved under the names that its class has in files. Call it before sharding.
 
     Private: `_weight_conversions` and transformers.conversion_mapping (transformers 5.23).
-    core_model_loading.py (revert_weight_conversion) finds the renamings of a model built from its config by its class's
+    For a model built from its config, core_model_loading.py (revert_weight_conversion) finds renamings by its class's
     name. torch's fully_shard puts "FSDP" before that: GPTNeoX would be saved with lm_head.
     """
     from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
@@ -57,14 +58,14 @@ def keep_names_of_the_file(model: PreTrainedModel) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part: all of it, unless FSDP2 shards it."""
+    """This rank's part; all of it unless FSDP2 shards it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def reshard_model(model: torch.nn.Module) -> None:
-    """Free the root and the LM head, which FSDP2 reshards after a backward pass only.
+    """Free the root and the LM head.
 
-    torch, fsdp/_fully_shard/_fully_shard.py.
+    FSDP2 reshards them only after a backward pass (torch, fsdp/_fully_shard/_fully_shard.py).
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -72,10 +73,10 @@ def reshard_model(model: torch.nn.Module) -> None:
 
 
 def whole_gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Unsharded gradients that FSDP2 keeps from one micro step to the next.
+    """Unsharded gradients that FSDP2 keeps between micro steps.
 
     Private: FSDPState and FSDPParam (torch 2.13, fsdp/_fully_shard/_fsdp_param.py).
-    Under accumulation accelerate (accelerator.py, no_sync) delays the reduction to the last micro step.
+    accelerate (accelerator.py, no_sync) delays the reduction to the last one.
     """
     for module in model.modules():
         if not isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""The processes of a run: they come together, share what one of them did or failed of, and leave together."""
+"""The processes of a run: they join, share what one of them did or failed of, and leave together."""
 
 import contextlib
 import itertools
@@ -24,8 +24,8 @@ from zero_recipes.core.host import Host
 from zero_recipes.core.process import local_world_size, rank
 from zero_recipes.engine.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_locks
 
-# torchrun itself gives machines 600 s to join (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py,
-# `_DEFAULT_TIMEOUTS`): imports from a cold network disk take minutes, and no import is left once all have come
+# as torchrun gives machines (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, `_DEFAULT_TIMEOUTS`):
+# imports from a cold network disk take minutes
 JOIN_SECONDS = 600.0
 EXCHANGE_SECONDS = 60.0
 READ_SECONDS = 10.0
@@ -36,11 +36,11 @@ _calls = itertools.count()  # every process counts the same calls
 
 @contextlib.contextmanager
 def process_group(run: Run) -> Iterator[None]:
-    """The run's process group, ready before TrainingArguments.
+    """The run's process group.
 
     A run that went well ends it itself (Trainer.end).
-    One that is refused ends gloo's: its exit can abort other ranks (exit code -6). It does not end NCCL's, which would
-    wait for ranks that are in a collective (pytorch/torchtitan#1342).
+    One that is refused ends gloo's: else its exit can abort other ranks (exit code -6).
+    It leaves NCCL's, which would wait for ranks in a collective (pytorch/torchtitan#1342).
     The launcher of one that fails ends the other ranks.
     """
     ops = ops_of(run.strategy, run.device, run.settings)
@@ -55,19 +55,20 @@ def process_group(run: Run) -> Iterator[None]:
 
 
 def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, ops: set[str]) -> None:
-    """Start the process group before TrainingArguments does, and prove it; raises Refusal.
+    """Start the process group before TrainingArguments does, and prove it. Raises Refusal.
 
-    With the deepspeed launcher and torchrun on CPU, transformers 5.23 starts no DeepSpeed group (training_args.py
-    `_setup_devices`, branch `use_cpu`), zero.Init then sees a world of one, and `ddp_timeout` is dropped.
-    `ops`: DeepSpeed's kernels that the run loads (kernels.ops_of), compiled first where missing.
+    With the deepspeed launcher and torchrun on CPU, transformers 5.23 starts no DeepSpeed group
+    (training_args.py `_setup_devices`, branch `use_cpu`):
+    zero.Init sees a world of one, and `ddp_timeout` is dropped.
+    `ops`: kernels.ops_of; missing ones are compiled first.
     """
     if strategy.world_size == 1 and not strategy.is_deepspeed:
         if not strategy.is_fsdp:
-            # accelerate 1.15 (state.py `_prepare_backend`) takes any process with LOCAL_RANK, which torchrun sets for a
-            # single one too, for one of several and wraps the model in DDP: buckets hold every gradient once more
+            # accelerate 1.15 (state.py `_prepare_backend`) takes any process with LOCAL_RANK for one of several and
+            # wraps the model in DDP: buckets hold every gradient once more. torchrun sets it for a single one too
             os.environ.pop("LOCAL_RANK", None)
         return
-    # DeepSpeed compiles with ninja, which is beside the interpreter: a venv need not be activated
+    # DeepSpeed compiles with ninja, beside the interpreter: a venv need not be activated
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if "RANK" not in os.environ:  # plain python with DeepSpeed: a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -76,7 +77,7 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
     timeout = timedelta(seconds=timeout_seconds)
     backend = "gloo"
     if device == "cuda":
-        # accelerate's for FSDP (state.py): what is offloaded to the host is reduced there, by gloo
+        # as accelerate's for FSDP (state.py): gloo reduces what is offloaded
         backend = "cuda:nccl,cpu:gloo" if strategy.is_fsdp else "nccl"
     to_compile = missing(ops, device)
     if int(os.environ["LOCAL_RANK"]) == 0:
@@ -90,9 +91,11 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
 
 
 def set_host_threads(strategy: Strategy, device: str) -> None:
-    """Give DeepSpeedCPUAdam, an OpenMP loop (csrc/includes/cpu_adam.h), this process's share of the cores. torchrun and
-    accelerate set OMP_NUM_THREADS=1 where the environment has none. Any other number was somebody's choice and stays,
-    and so does the launcher's where the CPU itself trains: every rank computes on its cores already."""
+    """Give DeepSpeedCPUAdam, an OpenMP loop (csrc/includes/cpu_adam.h), this process's share of the cores.
+
+    torchrun and accelerate set OMP_NUM_THREADS=1 where there is none. Any other number is a user's choice.
+    Not where the CPU trains: every rank computes on its cores already.
+    """
     if device == "cuda" and strategy.ds.offload_optimizer and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(Host().threads(local_world_size(os.environ, strategy.world_size)))
 
@@ -100,21 +103,22 @@ def set_host_threads(strategy: Strategy, device: str) -> None:
 def rendezvous(
     backend: str, timeout: timedelta, join_seconds: float = JOIN_SECONDS, exchange_seconds: float = EXCHANGE_SECONDS
 ) -> None:
-    """Start the default process group and all-reduce one number in it. `timeout`: of the training's collectives.
+    """Start the default process group and all-reduce one number in it.
 
-    Without the proof a wrong interface or a closed port shows after minutes of loading, as a hang of `ddp_timeout`
-    seconds that names nobody. The environment holds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Raises Refusal; a
-    rank that waits in NCCL or gloo, where no exception reaches it, prints it and leaves with exit code 2.
+    `timeout`: of the training's collectives.
+    The environment holds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    Without the proof a wrong interface or a closed port shows after minutes, as a hang that names nobody.
+    Raises Refusal. No exception reaches a rank that waits in NCCL or gloo: it prints the refusal and exits with 2.
     """
     number = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    # as torch does (distributed/rendezvous.py `_create_c10d_store`): torchrun's agent keeps the store, else rank 0
+    # as torch (distributed/rendezvous.py `_create_c10d_store`): torchrun's agent keeps the store, else rank 0
     keeps = number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     waited = partial(_apart, backend, f"waited {join_seconds:g} s for {world_size} ranks")
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     store = _join(address, port, keeps, number, world_size, join_seconds, waited)
-    store.set_timeout(timeout)  # as init_process_group does with a store of its own
+    store.set_timeout(timeout)  # as init_process_group does with its own
     what = "cannot exchange data with the other ranks"
     silent = _apart(backend, what, f"one number was not all-reduced within {exchange_seconds:g} s")
     timer = threading.Timer(exchange_seconds, lambda: os._exit(print_ending(silent)))
@@ -136,8 +140,10 @@ def rendezvous(
 def _join(
     address: str, port: int, keeps: bool, number: int, members: int, seconds: float, refused: Callable[[str], Refusal]
 ) -> distributed.TCPStore:
-    """The store at that address, once all members have joined it. Raises what `refused` makes of those who are missing.
-    Without torch's own wait for all, which counts those who have come and does not know who is missing."""
+    """The store at that address, once all members have joined. Raises what `refused` makes of who is missing.
+
+    torch's own wait only counts: it does not know who is missing.
+    """
     limit = timedelta(seconds=seconds)
     keys = [f"{JOINED}/{other}" for other in range(members)]
     try:
@@ -158,12 +164,12 @@ def _join(
 
 
 def wait_for_hosts(hosts: list[str], machine_rank: int, port: int, seconds: float) -> None:
-    """Wait until every machine of `hosts` has come, before any launcher starts. Raises Refusal.
+    """Wait until every machine has come, before any launcher starts. Raises Refusal.
 
-    torchrun's static rendezvous, which `accelerate launch` uses, waits 600 s before it starts a rank and then says "1/2
-    clients joined" (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, next_rendezvous): no code of the
-    ranks can help, for none runs. `hosts`: names or addresses under which the machines reach each other, by machine
-    rank; the first one keeps the store.
+    `hosts`: names or addresses, by machine rank. The first keeps the store.
+    torchrun's static rendezvous, which `accelerate launch` uses, waits 600 s and then says "1/2 clients joined"
+    (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, next_rendezvous).
+    No rank runs until then.
     """
     named = ", ".join(f"{other}: {host}" for other, host in enumerate(hosts))
 
@@ -183,7 +189,7 @@ def wait_for_hosts(hosts: list[str], machine_rank: int, port: int, seconds: floa
 
 
 def _leave_together(store: distributed.Store, members: int, key: str) -> None:
-    """The store ends with rank 0: others have yet to read. One that died reads nothing."""
+    """The store ends with rank 0: it waits until others have read. One that died never does."""
     with contextlib.suppress(RuntimeError):
         barrier(store, members, f"{key}/read", READ_SECONDS)
 
@@ -209,7 +215,7 @@ def _apart(backend: str, what: str, cause: str) -> Refusal:
 
 
 def agree(work: Callable[[], Any]) -> list[Any]:
-    """What `work` returns on each rank, by rank. What the lowest rank failed of, all fail of."""
+    """What `work` returns on each rank. What the lowest rank failed of, all fail of."""
     world_size = 1
     if distributed.is_initialized():
         world_size = distributed.get_world_size()
@@ -222,14 +228,14 @@ def once(work: Callable[[], Any], doing: str) -> Any:
 
 
 def once_per_node(work: Callable[[], Any]) -> Any:
-    """What `work` returns on the first process of each machine, which alone calls it."""
+    """What `work` returns on each machine's first process, which alone calls it."""
     first_here = rank() - int(os.environ.get("LOCAL_RANK", 0))
     return _shared(work, [first_here], "prepares the data of this machine")[0]
 
 
 @contextlib.contextmanager
 def rank_0_writes() -> Iterator[None]:
-    """Every process goes through this; at its end all wait until rank 0 is there too, however long it writes."""
+    """Collective. At its end all wait for rank 0, however long it writes."""
     failure = None
     try:
         yield
@@ -246,12 +252,12 @@ def rank_0_writes() -> Iterator[None]:
 
 
 def _shared(work: Callable[[], Any], workers: Sequence[int], doing: str) -> list[Any]:
-    """What `work` returns on each of the workers, on every process that calls this. All processes do.
+    """What `work` returns on each of the workers. Collective.
 
-    Raises on all what the first of them failed of: Refusal and RunFailed as they are, of the rest a PeerFailed that
-    names the rank. By way of the rendezvous store: a collective ends every rank after `ddp_timeout`, and tokenising or
-    writing a large model may take longer (deepspeedai/DeepSpeed#7533). A rank that skipped a call would leave all
-    others waiting: every rank says which call this is, and RuntimeError names both where two differ.
+    Raises on all what the first of them failed of: Refusal and RunFailed as they are, else a PeerFailed.
+    Through the rendezvous store: a collective ends every rank after `ddp_timeout`,
+    and tokenising or writing a large model may take longer (deepspeedai/DeepSpeed#7533).
+    A rank that skipped a call would leave the others waiting: RuntimeError where two are in different calls.
     """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return [work()]
@@ -296,14 +302,16 @@ def _reported(error: Exception | None, doing: str) -> Exception | None:
 
 
 def _operation(work: Callable[[], Any], doing: str) -> str:
-    """Its name on all ranks: "saves (rank_0_writes.<locals>.end)"."""
+    """The same on all ranks: "saves (rank_0_writes.<locals>.end)"."""
     function = work.func if isinstance(work, partial) else work
     return f"{doing} ({function.__qualname__})"
 
 
 def gather_rows(own: torch.Tensor) -> torch.Tensor:
-    """All ranks' tensors of shape (1, n), as (world size, n), on their device. Collective; torch's own call, since
-    accelerate's takes several times as long on the host, which is felt in every step."""
+    """All ranks' tensors of shape (1, n), as (world size, n), on their device. Collective.
+
+    accelerate's call takes several times as long on the host, in every step.
+    """
     if not distributed.is_initialized():
         return own
     everyone = own.new_empty(distributed.get_world_size(), own.shape[1])

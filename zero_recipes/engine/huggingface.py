@@ -1,7 +1,7 @@
-"""What is read from, set in and called on private parts of transformers, TRL, accelerate and datasets.
+"""Private parts of transformers, TRL, accelerate and datasets.
 
-Private: `_attn_implementation` of a model's config, and the tables and functions of transformers 5.23 that the part on
-attention imports (modeling_flash_attention_utils.py, integrations/hub_kernels.py, utils/import_utils.py).
+Private: `_attn_implementation` of a model's config, and what the part on attention imports of transformers 5.23
+(modeling_flash_attention_utils.py, integrations/hub_kernels.py, utils/import_utils.py).
 Without them a missing kernel would be found after the weights are loaded.
 """
 
@@ -29,15 +29,14 @@ from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import environment_kept
 
 if TYPE_CHECKING:
-    from datasets import Dataset  # a look at a recipe needs it not
+    from datasets import Dataset  # reading a recipe needs no datasets
 
 
 @contextlib.contextmanager
 def without_deepspeed_announcement() -> Iterator[None]:
-    """transformers knows of no DeepSpeed configuration here, and afterwards of the one that it knew before.
+    """transformers knows of no DeepSpeed configuration inside. One that is announced inside is forgotten.
 
-    Under ZeRO stage 3 from_pretrained and from_config are collective, through zero.Init; here they are not.
-    A configuration that is announced here is forgotten.
+    Under stage 3 from_pretrained and from_config are collective, through zero.Init. Here they are not.
 
     Private: `_hf_deepspeed_config_weak_ref` (transformers 5.23, integrations/deepspeed.py).
     The public unset_hf_deepspeed_config cannot be undone.
@@ -50,13 +49,13 @@ def without_deepspeed_announcement() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dtypes_of_the_file(precision: str) -> Iterator[None]:
-    """from_pretrained leaves each tensor in its file's dtype, as safetensors has mapped it.
+    """from_pretrained leaves each tensor in its file's dtype, mapped by safetensors.
 
-    All processes of a machine share the file's cache; what is converted (experts become one tensor) is copied.
+    All processes of a machine share the file's cache. What is converted (experts become one tensor) is copied.
     Tensors in `precision` ("bf16", "fp16") are not read: they are on the meta device.
 
     Private: `_materialize_copy` (transformers 5.23, core_model_loading.py).
-    It casts all to one dtype, with "auto" to that of config.json or of the file's first tensor.
+    It casts all to one dtype, with "auto" to that of config.json or the file's first tensor.
     """
     from transformers import core_model_loading
 
@@ -72,24 +71,24 @@ def dtypes_of_the_file(precision: str) -> Iterator[None]:
 
 
 def count_tokens_with_loss(trainer: Trainer) -> None:
-    """Let the Trainer count the tokens of a step that have a loss, as SFTTrainer computes it, for every model.
+    """Let the Trainer count a step's tokens that have a loss in SFTTrainer, for every model.
 
     Private: `model_accepts_loss_kwargs`, `_loss_shifts_labels` and what training/token_loss.py overrides of the Trainer
     (transformers 5.23, trainer.py).
-    `_get_num_items_in_batch` counts nothing where the model's loss takes no count (`accepts_loss_kwargs = False`),
-    and a row's first token, which has no loss, where it has no `loss_type`.
+    `_get_num_items_in_batch` counts nothing where the model has `accepts_loss_kwargs = False`.
+    Where it has no `loss_type`, it counts a row's first token, which has no loss.
     """
     trainer.model_accepts_loss_kwargs = trainer._loss_shifts_labels = True
 
 
 def rows_left_over(loader) -> int:
-    """Rows in the last batches of an epoch, over all ranks, before accelerate fills them with the epoch's first rows.
+    """Rows in an epoch's last batches, over all ranks, before accelerate fills them with the first rows.
 
     0 where it fills none.
-    `loader`: as accelerate has prepared it, before any batch is skipped.
+    `loader`: accelerate's, before any batch is skipped.
 
     Private: BatchSamplerShard and DataLoaderDispatcher (accelerate 1.15, data_loader.py).
-    accelerate counts the rows too (DataLoaderStateMixin.begin), but loses the count in `skip_first_batches`:
+    accelerate's own count (DataLoaderStateMixin.begin) is lost in `skip_first_batches`:
     SkipBatchSampler has no `batch_size`, and begin() suppresses the AttributeError.
     Upstream: huggingface/accelerate#4235.
     """
@@ -105,7 +104,7 @@ def rows_left_over(loader) -> int:
 
 
 def fingerprint(rows: "Dataset") -> str:
-    """datasets' own hash of these rows and of all that has made them: the name of prepared rows in the cache.
+    """datasets' hash of these rows and of all that has made them.
 
     Private: `_fingerprint` (datasets 5.2, arrow_dataset.py).
     """
@@ -113,10 +112,10 @@ def fingerprint(rows: "Dataset") -> str:
 
 
 def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> "Dataset":
-    """Rows as SFTTrainer makes them, before there is a model, on one process.
+    """Rows as SFTTrainer makes them, without a model, on one process.
 
     Private: SFTTrainer._prepare_dataset and `global_then_local_main_first` (TRL 1.16, trainer/sft_trainer.py).
-    The method needs three attributes of a trainer; its turns would wait for the other ranks.
+    The method needs three attributes of a trainer. Its turns would wait for other ranks.
     """
     from trl.trainer import sft_trainer
 
@@ -134,9 +133,9 @@ def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, trainin
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase, training_args) -> str | None:
-    """TRL's version of the chat template, with `{% generation %}`, where it masks by it.
+    """TRL's version of the chat template, with `{% generation %}`, where the loss needs it.
 
-    None where it takes the tokenizer's own. Raises ValueError where there is none.
+    None where the tokenizer's own does. Raises ValueError where TRL has none.
     """
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
@@ -148,10 +147,10 @@ def training_template(tokenizer: PreTrainedTokenizerBase, training_args) -> str 
 def read_texts_as_texts() -> None:
     """Keep texts in JSON files texts.
 
-    Private: `json_encode_field` and `json_encode_fields_in_json_lines` (datasets 5.2, utils/json.py), as the reader of
-    JSON files calls them (packaged_modules/json/json.py).
-    A field of several types is stored as JSON, and a text that is JSON by itself is taken for encoded already:
-    the answer "2101" becomes the number 2101, "0210" becomes 210, and "null" is no answer.
+    Private: `json_encode_field` and `json_encode_fields_in_json_lines` (datasets 5.2, utils/json.py),
+    as packaged_modules/json/json.py calls them.
+    A field of several types is stored as JSON. A text that is JSON is taken for encoded already:
+    the answer "2101" becomes a number, "0210" becomes 210, and "null" is no answer.
     """
     from datasets.packaged_modules.json import json as reader
     from datasets.utils.json import ujson_dumps, ujson_loads
@@ -185,10 +184,10 @@ def read_texts_as_texts() -> None:
 
 @contextlib.contextmanager
 def rows_are_cut(training_args) -> Iterator[None]:
-    """SFTTrainer may be built here for padding-free batches of rows that are cut to max_length already.
+    """SFTTrainer may be built inside for padding-free batches.
 
     TRL 1.16 (trainer/sft_trainer.py, `__init__`) refuses padding_free with a max_length: it "is not enforced".
-    Here it is: data/prepare.py has TRL cut the rows before there is a trainer.
+    Here it is: data/prepare.py has TRL cut the rows first.
     """
     max_length = training_args.max_length
     if training_args.padding_free and not training_args.packing:
@@ -197,16 +196,16 @@ def rows_are_cut(training_args) -> Iterator[None]:
         yield
 
 
-# prefixes of the variables that launchers set
+# prefixes of launchers' variables
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "NODE_RANK")
 LAUNCHED += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMPI_", "PMI_", "MV2_", "PMIX_", "CROSS_")
 
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Random numbers of Python, NumPy and torch go on afterwards as if nothing was seeded inside.
+    """Random numbers of Python, NumPy and torch go on as if nothing was seeded inside.
 
-    Every Trainer seeds them. CUDA's are not seeded: before CUDA is initialized, torch would remember the seed for it.
+    Every Trainer seeds them. CUDA's are left out: before CUDA starts, torch would remember the seed.
     """
     of_python = random.getstate()
     of_numpy = numpy.random.get_state()
@@ -221,9 +220,9 @@ def random_states_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def single_process_env() -> Iterator[None]:
-    """One process on the CPU, whatever the launcher set, and silent libraries.
+    """One process on the CPU, whatever the launcher set; silent libraries.
 
-    accelerate's states are not restored: TrainingArguments makes them anew (training_args.py `_setup_devices`).
+    accelerate's states are lost: TrainingArguments makes them anew (training_args.py `_setup_devices`).
     """
     from accelerate import PartialState
     from transformers.utils import logging as transformers_logging
@@ -240,18 +239,18 @@ def single_process_env() -> Iterator[None]:
             transformers_logging.set_verbosity(verbosity)
 
 
-# attention: a package that is installed, or a kernel of the hub that was built beforehand
+# attention: an installed package, or a kernel of the hub that was built beforehand
 
 
 def attention_kernel(attn_implementation: str | None) -> str | None:
-    """The kernel of the hub that it names or falls back to; None of eager, sdpa and the like."""
+    """The hub's kernel that it names or falls back to. None of eager, sdpa and the like."""
     if hub_kernels.is_kernel(attn_implementation):
         return attn_implementation
     return flash.FLASH_ATTN_KERNEL_FALLBACK.get(attn_implementation)
 
 
 def has_flash_package(attn_implementation: str | None) -> bool:
-    """Whether the package of flash_attention_2, _3 or _4 is installed; False of anything else."""
+    """Whether the package of flash_attention_2, _3 or _4 is installed. False of anything else."""
     for version, checks in flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX.items():
         if attn_implementation == f"flash_attention_{version}":
             return checks["general_availability_check"]()
@@ -259,14 +258,14 @@ def has_flash_package(attn_implementation: str | None) -> bool:
 
 
 def attention_name(attn_implementation: str | None) -> str | None:
-    """What the model's config will say: the kernel's name where it replaces a package that is missing."""
+    """What the model's config will say: a kernel's name where it replaces a missing package."""
     if has_flash_package(attn_implementation):
         return attn_implementation
     return attention_kernel(attn_implementation) or attn_implementation
 
 
 def other_attention(model: PreTrainedModel, requested: str | None) -> str | None:
-    """What the model has taken in place of what was requested; None where it is that."""
+    """What the model has taken instead of `requested`. None where it is the same."""
     taken = model.config._attn_implementation
     if requested is None or taken in (requested, attention_kernel(requested)):
         return None
@@ -277,7 +276,7 @@ def kernel_version(repository: str) -> str:
     return f"v{hub_kernels.get_attn_kernel_version(repository)}"
 
 
-# pickles without code: DeepSpeed 0.19.8 loads its own with weights_only=False, and code in them runs
+# pickles without code: DeepSpeed 0.19.8 loads its own with weights_only=False, which runs code in them
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".metadata", ".distcp")
 NEVER_LOADED = "training_args.bin"  # by a run or by transformers' resume
@@ -285,9 +284,9 @@ REFUSED = re.compile(r"[Uu]nsupported|WeightsUnpickler error")  # messages of to
 
 
 def load_without_code(path: Path) -> Any:
-    """What torch.save wrote, its tensors mapped into memory.
+    """What torch.save wrote, with mapped tensors.
 
-    Raises what torch.load raises: UnpicklingError for what is neither data nor of a known class.
+    Raises torch.load's errors: UnpicklingError for what is neither data nor of a known class.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -313,12 +312,12 @@ def load_without_code(path: Path) -> Any:
 
 
 def not_plain(path: Path) -> str | None:
-    """Why a file cannot be read without running code; None if it can, or is no pickle by its name."""
+    """Why a file cannot be read without running code. None if it can, or is no pickle by its name."""
     if not path.name.endswith(PICKLES) or path.name == NEVER_LOADED:
         return None
     try:
         load_without_code(path)
-    except Exception as error:  # of any kind: the file is a stranger's
+    except Exception as error:  # any kind: the file is a stranger's
         lines = str(error).splitlines()
         return next(filter(REFUSED.search, lines), first_line(error)).strip().rstrip(".")
     return None

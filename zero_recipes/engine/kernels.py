@@ -1,10 +1,10 @@
-"""DeepSpeed's kernels ("ops"): which ones a run loads, what is missing to build them, and building them once.
+"""DeepSpeed's kernels ("ops"): which ones a run loads, what their build lacks, and building them once.
 
     python -m zero_recipes.engine.kernels OP ...
 
-DeepSpeed compiles an op where it is first loaded: on every rank at once, in silence, after the process group has
-started. async_io takes two to five minutes on two cores.
-torch (utils/file_baton.py) waits while `lock` exists in an op's folder, also where its maker was killed.
+DeepSpeed compiles an op when it first loads it: silently, on every rank, after the process group has started.
+async_io takes two to five minutes on two cores.
+torch (utils/file_baton.py) waits while an op's folder has a `lock`, even a killed compiler's.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host
 from zero_recipes.core.tables import working
 
-COMPILE_SECONDS = 1800.0  # more for the ranks to come together, for each op that the first of a machine compiles
+COMPILE_SECONDS = 1800.0  # more for the ranks to join, per op to compile
 BY_OPTIMIZER = {"adam": "adam", "adamw": "adam", "adagrad": "adagrad", "lion": "lion", "lamb": "lamb"}
-# ops whose builder is a CUDAOpBuilder where there is a GPU (deepspeed/ops/op_builder): they need the CUDA toolkit
+# their builder is a CUDAOpBuilder where there is a GPU (deepspeed/ops/op_builder): they need the CUDA toolkit
 ON_CUDA = {"fused_adam", "fused_lamb", "fused_lion", "async_io", "quantizer"}
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
-    """Names of the ops that DeepSpeed 0.19.8 loads in this run. Paths are relative to deepspeed/."""
+    """The ops that DeepSpeed 0.19.8 loads in this run. Paths are relative to deepspeed/."""
     if not strategy.is_deepspeed:
         return set()
     ops = set()
@@ -70,7 +70,7 @@ def _optimizer_with_ops(strategy: Strategy, settings: Settings) -> str | None:
 
 
 def build_findings(strategy: Strategy, device: str, settings: Settings, host: Host) -> Iterator[Finding]:
-    """What is missing to build the ops of this run."""
+    """What is missing to build this run's ops."""
     ops = {op for op in ops_of(strategy, device, settings) if not is_prebuilt(op, device)}
     to_compile = {op for op in ops if not is_compiled(op, host)}
     on_cuda = ops & ON_CUDA if device == "cuda" else set()
@@ -96,14 +96,14 @@ def missing(ops: Iterable[str], device: str) -> list[str]:
 
 
 def is_prebuilt(op: str, device: str) -> bool:
-    """Installed with DeepSpeed (DS_BUILD_OPS), for this kind of device: op_builder/builder.py `load`."""
+    """Installed with DeepSpeed (DS_BUILD_OPS) for this device: op_builder/builder.py `load`."""
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
     return installed_ops.get(op, False) and accelerator_name == device
 
 
 def is_compiled(op: str, host: Host) -> bool:
-    """Whether an earlier launch of this installation of DeepSpeed has left it where torch looks for it."""
+    """Whether this installation of DeepSpeed has left it where torch looks for it."""
     if op == "async_io" and not is_compiled("pin_memory", host):  # loaded first, op_builder/async_io.py `load`
         return False
     folder = host.at(extension_folder(host.environment, op))
@@ -112,19 +112,19 @@ def is_compiled(op: str, host: Host) -> bool:
     if not library.is_file() or not rules.is_file():
         return False
     sources = find_spec("deepspeed").submodule_search_locations[0]
-    # torch (utils/cpp_extension.py `_maybe_write`) writes the rules only where they change, before ninja compiles
+    # torch (utils/cpp_extension.py `_maybe_write`) writes changed rules before ninja compiles
     return rules.stat().st_mtime <= library.stat().st_mtime and f"compile {sources}/" in rules.read_text()
 
 
 def build_root(environment: Mapping[str, str]) -> Path:
-    """The folder that torch builds extensions in, and DeepSpeed its kernels."""
+    """Where torch builds extensions, and DeepSpeed its kernels."""
     from torch.utils.cpp_extension import get_default_build_root
 
     return Path(environment.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
 def extension_folder(environment: Mapping[str, str], name: str) -> Path:
-    """The folder of one extension: torch/utils/cpp_extension.py, `_get_build_directory`."""
+    """As torch/utils/cpp_extension.py `_get_build_directory`."""
     root = build_root(environment)
     if environment.get("TORCH_EXTENSIONS_DIR"):
         return root / name
@@ -134,7 +134,7 @@ def extension_folder(environment: Mapping[str, str], name: str) -> Path:
 
 
 def build(ops: Iterable[str]) -> None:
-    """Compile these ops into torch's folder of extensions, one after another, and print how it goes."""
+    """Compile these ops into torch's folder of extensions, and print how it goes."""
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     for op in ops:
@@ -150,7 +150,7 @@ def build(ops: Iterable[str]) -> None:
 
 
 def _is_seen(lock: Path) -> bool:
-    """Whether its holder could be seen: another user's is hidden, but from root."""
+    """Whether its holder could be seen: only root sees another user's."""
     try:
         return os.getuid() in (0, lock.stat().st_uid)
     except FileNotFoundError:  # it has just ended
@@ -158,7 +158,7 @@ def _is_seen(lock: Path) -> bool:
 
 
 def remove_stale_locks() -> None:
-    """Locks that a killed compiler left: who made one keeps it open (torch, utils/file_baton.py)."""
+    """Of killed compilers: who made one keeps it open (torch, utils/file_baton.py)."""
     locks = {lock.resolve() for lock in build_root(os.environ).rglob("lock") if _is_seen(lock)}
     if not locks:
         return
@@ -168,7 +168,7 @@ def remove_stale_locks() -> None:
 
 
 def _holders() -> dict[Path, int]:
-    """{a lock that a compiler holds open: its process}."""
+    """{lock that is held open: process id}."""
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # of another user
@@ -179,7 +179,7 @@ def _holders() -> dict[Path, int]:
 
 
 def main(names: list[str]) -> None:
-    """Compile what is missing of `names` for runs on CPUs; async_io is left out where libaio is not installed."""
+    """Compile what is missing of `names` for runs on CPUs. async_io is left out without libaio."""
     if "async_io" in names and not Host().libaio_headers():
         print("async_io, which NVMe offload needs, is not compiled: libaio.h is missing (apt-get install libaio-dev)")
         names.remove("async_io")

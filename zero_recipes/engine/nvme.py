@@ -1,7 +1,7 @@
 """ZeRO-Infinity's disk: a folder is claimed for one run, and empty again after it.
 
 DeepSpeed 0.19.8 swaps to `nvme_path`/zero_stage_3, whoever else does (runtime/swap_tensor/).
-Two runs on one path would overwrite each other's states silently, and what a run has swapped stays there.
+Two runs on one path would silently overwrite each other's states. Swap files stay after a run.
 """
 
 import shutil
@@ -21,15 +21,16 @@ SWAPPED = "zero_stage_3"  # DeepSpeed's folder below nvme_path
 
 
 def swap_folders(strategy: Strategy) -> list[Path]:
-    """None where nothing is swapped."""
+    """Empty where nothing is swapped."""
     return sorted({Path(strategy.ds.offload_block(key)["nvme_path"]) for key in strategy.ds.on_nvme})
 
 
 @contextmanager
 def swap_space(strategy: Strategy) -> Iterator[None]:
-    """Claim the run's swap folders. Collective where there are any: every rank enters.
+    """Claim the run's swap folders. Collective where there are any.
 
-    The first process of each machine holds the locks. Raises Refusal on all ranks where another run holds a folder.
+    The first process of each machine holds the locks.
+    Raises Refusal on all ranks where another run holds a folder.
     """
     folders = swap_folders(strategy)
     with ExitStack() as claims:
@@ -45,12 +46,12 @@ def swap_space(strategy: Strategy) -> Iterator[None]:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Lock `folder`. Swap files of a killed run are deleted first, this run's own last.
+    """Lock `folder`. Under the lock, a killed run's swap files are deleted first, this run's own last.
 
-    Both under the lock: another run's files have the same names.
+    Another run's files have the same names.
     """
     swapped = folder / SWAPPED
-    lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)  # ends with the process, however that ends
+    lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)  # ends with the process
     try:
         lock.acquire()
     except Timeout:

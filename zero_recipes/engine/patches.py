@@ -1,7 +1,4 @@
-"""Patches for faults of the libraries that would change results.
-
-A test of each fails when it is no longer needed.
-"""
+"""Patches for faults of libraries that would change results. A test of each fails when it is no longer needed."""
 
 import contextlib
 import functools
@@ -20,7 +17,7 @@ from zero_recipes.engine.deepspeed import is_partitioned, set_adam_step
 
 
 def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
-    """What must be in place before DeepSpeed builds its engine. `ddp_timeout`: seconds."""
+    """Call it before DeepSpeed builds its engine. `ddp_timeout`: seconds."""
     if not strategy.is_deepspeed:
         return
     patch_timeouts(ddp_timeout)
@@ -32,14 +29,14 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
 
 
 def fresh_adam_at_stage_0(optimizer) -> None:
-    """Undo the step that DeepSpeed takes at stage 0 in bf16 or fp16 before training.
+    """Undo the step that DeepSpeed takes before training, at stage 0 in bf16 or fp16.
 
-    Adam's step counters go back to 0, the masters are copied from the weights again.
+    Adam's counters go back to 0, and the masters are copied from the weights.
     Not for a resumed run: its checkpoint overwrote both.
 
     Private: `refresh_fp32_params` (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py).
     `initialize_optimizer_states` calls `optimizer.step()` with zero gradients:
-    the bias correction is off in every later step, and weight decay has shrunk the fp32 masters once.
+    the bias correction of every later step is off, and weight decay has shrunk the masters once.
     Upstream: deepspeedai/DeepSpeed#5104, the same at stages 1 to 3.
     """
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -51,12 +48,12 @@ def fresh_adam_at_stage_0(optimizer) -> None:
 
 
 def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
-    """Put a checkpoint's weights into `model` as from_pretrained would, and all of them.
+    """Put all of a checkpoint's weights into `model`, as from_pretrained would.
 
     Private: `_load_from_checkpoint` and `_load_best_model` of the Trainer, which call this instead
-    (transformers 5.23, trainer.py). Theirs call `load_state_dict(state_dict, False)` with the names of the file.
-    Where saving renames (GPTNeoX: lm_head becomes embed_out), those weights are not loaded, with a warning only:
-    a resumed run goes on with a fresh LM head, a best model has the last one's.
+    (transformers 5.23, trainer.py). Theirs call `load_state_dict(state_dict, False)` with the file's names.
+    Weights that saving renames (GPTNeoX: lm_head becomes embed_out) are not loaded, with a mere warning:
+    a resumed run has a fresh LM head, a best model the last one's.
     Upstream: huggingface/transformers#48822.
     """
     whole = type(model).from_pretrained(checkpoint, dtype=model.dtype, local_files_only=True)
@@ -67,9 +64,7 @@ def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
 def without_aliases(
     model: torch.nn.Module, state_dict: dict[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor] | None:
-    """A state dict that holds a tied weight once, under the name of the tensor that it is tied to.
-
-    Weights that are tied and yet differ are kept.
+    """A state dict with tied weights once, under the name that they are tied to. Those that differ are kept.
 
     Private: `Trainer._save`, which calls this first (transformers 5.23, trainer.py).
     modeling_utils.py `remove_tied_weights_from_state_dict` knows tied weights by their memory;
@@ -87,7 +82,7 @@ def without_aliases(
 
 @contextlib.contextmanager
 def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
-    """What trains has the dtype after the loading of a checkpoint that it had before.
+    """What trains keeps its dtype while a checkpoint is loaded.
 
     TRL 1.16, sft_trainer.py (`if _is_quantized_model`) makes QLoRA's adapter bf16;
     transformers 5.23, trainer.py `_load_from_checkpoint` loads it by PEFT's load_adapter, in fp32 again.
@@ -100,11 +95,11 @@ def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 def patch_timeouts(seconds: int) -> None:
-    """Give the process groups that DeepSpeed makes the timeout of the run's own group.
+    """Give DeepSpeed's process groups the run's timeout.
 
     Private: `TorchBackend.new_group` (DeepSpeed 0.19.8, comm/torch.py).
-    It passes no timeout on: torch then takes its default, 10 minutes under NCCL.
-    At every stage the engine makes a second group of all ranks (utils/groups.py `_clone_world_group`),
+    It passes no timeout on: torch takes its default, 10 minutes under NCCL.
+    The engine makes a second group of all ranks (utils/groups.py `_clone_world_group`),
     in which the others wait while one rank saves. Upstream: deepspeedai/DeepSpeed#7533.
     """
     from deepspeed.comm.torch import TorchBackend
@@ -119,7 +114,7 @@ def patch_timeouts(seconds: int) -> None:
 
 
 def keep_precision_of_new_adapters() -> None:
-    """ZeRO stage 3: an adapter keeps the fp32 values that PEFT draws.
+    """Stage 3: an adapter keeps the fp32 values that PEFT draws.
 
     Private: `_get_base_layer_device_and_dtype` (PEFT 0.21, tuners/tuners_utils.py).
     PEFT casts a new adapter to the base's dtype, 16 bits after zero.Init, and then to fp32 again.
@@ -139,12 +134,12 @@ def keep_precision_of_new_adapters() -> None:
 
 
 def forget_releases_with_the_trace() -> None:
-    """ZeRO stage 3: what is released after a module follows from the order of modules that is in force.
+    """Stage 3: what is released after a module follows from the order of modules in force.
 
     Private: `_invalidate_trace` and `__params_to_release` (DeepSpeed 0.19.8,
-    runtime/zero/partitioned_param_coordinator.py). The latter looks ahead in the recorded order for another use of a
-    parameter, and keeps its answers for good (lru_cache), also when the order is recorded anew.
-    Generation has no backward pass: after samples before training, every step released its parameters in forward and
+    runtime/zero/partitioned_param_coordinator.py). The latter looks ahead in the recorded order for a parameter's
+    next use. It keeps its answers (lru_cache) when the order is recorded anew.
+    Generation has no backward pass: after samples before training, every step released parameters in forward and
     gathered them again for backward, whatever stage3_max_reuse_distance says.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
@@ -164,19 +159,19 @@ def forget_releases_with_the_trace() -> None:
 
 
 def patch_quantized_gradients() -> None:
-    """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel as fp16 in its range, in groups that it can quantize.
+    """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel in fp16's range, in groups that it can quantize.
 
     They become their mean over all ranks.
 
     Private: `all_to_all_quant_reduce` in stage 3 (DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py).
-    It gives gradients as they are to a kernel that reads fp16 whatever they are (ops/csrc/quantization/pt_binding.cpp,
+    Its kernel reads every gradient as fp16 (ops/csrc/quantization/pt_binding.cpp,
     ds_swizzle_quant: `(__half*)input_vals.data_ptr()`): the bits of bf16 and fp32 become other numbers.
-    The kernel adds up the devices of a node (quant_reduce.cu, `rop::Add`) and only the nodes are divided by:
+    It adds up the devices of a node (quant_reduce.cu, `rop::Add`), and divides by the nodes only:
     matrices' gradients are as many times the mean as a node has devices. Vectors', by reduce-scatter, are the mean.
     Of a shape it checks only that 2 x world divides its size: see `quantized_shape`.
 
-    fp16 ends at 6e-8 and 65504, bf16's gradients do not: each tensor is scaled by a power of two, one for all ranks
-    since their values are added up, by the largest absolute value that any of them has.
+    fp16 ends at 6e-8 and 65504, bf16 does not: a power of two scales each tensor.
+    It follows from the largest absolute value on any rank, since the ranks' values are added up.
     Where that is infinite or NaN, the whole gradient is NaN on every rank: int4 has neither.
     """
     from deepspeed import comm
@@ -188,7 +183,7 @@ def patch_quantized_gradients() -> None:
         return
 
     def largest_on_any_rank(tensors):
-        """The largest absolute value of each tensor, infinite for NaN: a maximum over ranks may lose that."""
+        """The largest absolute value of each tensor. Infinite for NaN, which a maximum over ranks may lose."""
         largest = torch.stack([torch.linalg.vector_norm(tensor, torch.inf).float() for tensor in tensors])
         largest = largest.where(largest.isfinite(), torch.inf)
         comm.all_reduce(largest, op=comm.ReduceOp.MAX)
@@ -197,12 +192,12 @@ def patch_quantized_gradients() -> None:
     def all_to_all_quant_reduce(tensors, groups):
         world_size = comm.get_world_size()
         given = []
-        quantized = []  # numbers of the tensors that the kernel takes
+        quantized = []  # indices for the kernel
         for number, tensor in enumerate(tensors):
             shape = quantized_shape(tensor.shape, world_size)
             if shape is not None:
                 quantized.append(number)
-            given.append(tensor.view(shape or -1))  # vectors go through reduce-scatter, as they are
+            given.append(tensor.view(shape or -1))  # vectors go through reduce-scatter
         if not quantized:
             return faulty(given, groups)
         to_mean = []  # factors
@@ -222,17 +217,17 @@ def patch_quantized_gradients() -> None:
     stage3.all_to_all_quant_reduce = all_to_all_quant_reduce
 
 
-ROW = 256  # elements of a group, where a gradient's size allows it
+ROW = 256  # elements of a group, where the size allows it
 LARGEST_GROUP = 40_960
 
 
 def quantized_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...] | None:
-    """Rows and columns as which DeepSpeed's kernel can quantize a gradient of `shape`; None where it can not.
+    """(rows, columns) as which DeepSpeed's kernel can quantize a gradient of `shape`. None where it can not.
 
     It makes max(rows, columns, world_size) groups.
-    swizzled_quantize.cu leaves groups out where the ranks do not divide their number, reads 8 values at once,
-    and launches nothing for groups above LARGEST_GROUP.
-    quant_reduce.cu takes maxima over whole warps of 32 threads, of which groups of up to 128 values have 16.
+    swizzled_quantize.cu leaves groups out where the ranks do not divide their number.
+    It reads 8 values at once, and launches nothing for groups above LARGEST_GROUP.
+    quant_reduce.cu takes maxima over warps of 32 threads, of which groups of up to 128 values have 16.
     Offsets are 32-bit integers.
     """
     size = math.prod(shape)
@@ -249,7 +244,7 @@ def quantized_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...] | 
 
 
 def share_not_quantized(shapes: Iterable[Sequence[int]], strategy: Strategy, ranks_per_node: int) -> float | None:
-    """Of the elements of gradients of these shapes; None without qgZ, which quantizes between nodes only."""
+    """Of the elements of these gradients. None without qgZ, which quantizes between nodes only."""
     if not strategy.ds.quantizes_gradients:
         return None
     between_nodes = strategy.zero_stage == 3 and strategy.world_size > ranks_per_node
@@ -264,9 +259,9 @@ def share_not_quantized(shapes: Iterable[Sequence[int]], strategy: Strategy, ran
 
 
 def scale_for_fp16(largest: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A power of two, an fp32 scalar: `world_size` values of up to `largest` times it add up to at most 2^15 in fp16.
+    """A power of two, an fp32 scalar: `world_size` values of `largest` times it add up to at most 2^15.
 
-    `dtype`: the values', which must hold the power; 1 for an infinite `largest`.
+    `dtype`: the values', which must hold the power. 1 for an infinite `largest`.
     """
     _, exponent = torch.frexp(largest)  # largest < 2^exponent
     bits = (world_size - 1).bit_length()
@@ -276,12 +271,12 @@ def scale_for_fp16(largest: torch.Tensor, world_size: int, dtype: torch.dtype) -
 
 
 def keep_4bit_layout(model: torch.nn.Module) -> None:
-    """Keep 4-bit layers in the layout that can be trained, on CPUs with AVX512-BF16 too.
+    """Keep 4-bit layers in a layout that can be trained, on CPUs with AVX512-BF16 too.
 
     Private: `support_avx512bf16_for_cpu` of Linear4bit (bitsandbytes 0.50.2, nn/modules.py).
-    Its first forward pass in evaluation mode packs the weights anew there, in place and for good;
-    autograd/_functions.py (matmul_4bit) then multiplies without autograd in training too.
-    After samples or an evaluation no gradient would pass a frozen layer, with no more than a warning.
+    There its first forward pass in evaluation mode packs the weights anew, for good.
+    autograd/_functions.py (matmul_4bit) then multiplies without autograd in training too:
+    after samples or an evaluation no gradient passes a frozen layer, with a mere warning.
     """
     from bitsandbytes.nn import Linear4bit
 
@@ -291,13 +286,13 @@ def keep_4bit_layout(model: torch.nn.Module) -> None:
 
 
 def score_supervised_positions_only(wanted: bool) -> None:
-    """Have CPUs leave prompts and padding out of the LM head, or (`wanted` false) score every position, as TRL does.
+    """Have CPUs leave prompts and padding out of the LM head; `wanted` false: as TRL does.
 
-    For the whole process; the last call counts.
+    For the whole process. The last call counts.
 
     Private: `_use_triton` (TRL 1.16, trainer/utils.py `add_fused_lm_head`).
-    TRL leaves those positions out where Triton runs (GPUs): Neuron would compile anew for every number of them.
-    CPUs compile nothing, yet pay for each position twice: backward computes the logits anew.
+    TRL leaves them out only where Triton runs (GPUs): Neuron would compile anew for every number of positions.
+    CPUs compile nothing, and pay for each position twice: backward computes the logits anew.
     """
     from trl.trainer import utils
 
@@ -314,10 +309,10 @@ def score_supervised_positions_only(wanted: bool) -> None:
 
 
 def attend_by_row(wanted: bool) -> None:
-    """Have sdpa compute a pack row by row, or (`wanted` false) all of it under a mask, as transformers does.
+    """Have sdpa compute a pack row by row; `wanted` false: under a mask, as transformers does.
 
-    For the whole process; the last call counts.
-    torch's kernel for CPUs computes the scores that a mask hides, too: the square of the pack and not of its rows.
+    For the whole process. The last call counts.
+    torch's kernel for CPUs also computes scores that a mask hides: the square of the pack.
 
     Public: AttentionInterface; private: `sdpa_attention_forward` (transformers 5.23, integrations/sdpa_attention.py).
     """
@@ -344,12 +339,12 @@ def _by_row(module, query, key, value, attention_mask, dropout=0.0, scaling=None
 
 
 def _rows_of(mask: torch.Tensor) -> list[int] | None:
-    """Lengths of the rows of a pack where each position sees its own row up to itself, and nothing else."""
+    """Lengths of a pack's rows, if each position sees only its own row up to itself."""
     if mask.dtype != torch.bool or mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3]:
         return None
     if not hasattr(mask, "rows_of_pack"):  # all layers have the same mask
         begins = (~mask[0, 0].diagonal(-1)).cumsum(0)
-        row = torch.nn.functional.pad(begins, (1, 0))  # of each position, its row's number
+        row = torch.nn.functional.pad(begins, (1, 0))  # row of each position
         within = (row[:, None] == row).tril()
         mask.rows_of_pack = None
         if row[-1] and torch.equal(within, mask[0, 0]):

@@ -1,4 +1,4 @@
-"""Output of the libraries that tells a user nothing: each entry names its source and why it may go."""
+"""Output of libraries that tells a user nothing: each entry names its source and why it may go."""
 
 import contextlib
 import logging
@@ -9,22 +9,21 @@ from collections.abc import Iterator
 
 from zero_recipes.core.process import imported_for_good, rank
 
-BAR_SECONDS = "10"  # between two states of a bar without a terminal; what takes less time shows none
-# (message, module): regular expressions of the warnings filter; all are FutureWarnings
+BAR_SECONDS = "10"  # between two states of a bar without a terminal; what is faster shows none
+# (message, module): regular expressions of FutureWarnings
 SUPPRESSED = [
-    # deepspeed/comm/torch.py 0.19.8 calls all_gather_into_tensor and reduce_scatter_tensor, which torch 2.13 renamed;
-    # at stage 3 the notice comes with every collective, thousands of times a run. Ours to change: nothing.
+    # deepspeed/comm/torch.py 0.19.8 calls all_gather_into_tensor and reduce_scatter_tensor, which torch 2.13 renamed:
+    # at stage 3 a notice with every collective, thousands a run.
     (r".*torch\.distributed\.\w+.* is deprecated", r"torch\.distributed\.c10d_logger"),
-    # peft/peft_model.py 0.21 asks for is_gradient_checkpointing, which transformers 5.23 has renamed.
+    # peft/peft_model.py 0.21 asks for is_gradient_checkpointing, which transformers 5.23 renamed.
     (r"`is_gradient_checkpointing` is deprecated", r"transformers\.modeling_utils"),
-    # trl/trainer/base_config.py 1.16 itself sets gradient_checkpointing, the name that transformers 5.23 deprecates:
-    # the notice comes whatever the recipe says.
+    # trl/trainer/base_config.py 1.16 itself sets gradient_checkpointing, which transformers 5.23 deprecates.
     (r"`gradient_checkpointing(_kwargs)?` is deprecated", r"transformers\.training_args"),
 ]
 LEVELS = {
-    # the whole configuration on every engine; what is in force is in recipe.resolved.yaml
+    # the whole configuration for every engine; recipe.resolved.yaml has it
     "DeepSpeed": logging.WARNING,
-    # bitsandbytes 0.50, which PEFT imports, misses a package for the kernel that patches.keep_4bit_layout keeps out
+    # bitsandbytes 0.50, which PEFT imports, misses a package for the kernel that patches.keep_4bit_layout avoids
     "bitsandbytes.backends.cpu.ops": logging.ERROR,
 }
 
@@ -32,8 +31,8 @@ LEVELS = {
 def quieten() -> None:
     """Drop the output above, and progress bars that nobody looks at.
 
-    Bars move on a terminal alone, on the first rank.
-    Without one the first process of each machine shows how far datasets is, every 10 s.
+    Bars move only on a terminal, on the first rank.
+    Without one each machine's first process shows how far datasets is, every 10 s.
     """
     quieten_loggers()
     for message, module in SUPPRESSED:
@@ -50,7 +49,7 @@ def quieten() -> None:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """The model libraries are imported inside, for good (core/process.py), and quiet from then on."""
+    """Model libraries that are imported inside, for good (core/process.py), are quiet from then on."""
     quieten_loggers()
     with imported_for_good():
         yield
@@ -58,7 +57,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def quieten_loggers() -> None:
-    """The part that must be done before the libraries are imported, and costs nothing."""
+    """What must be done before the libraries are imported."""
     if not sys.stderr.isatty():  # tqdm reads its defaults when it is imported
         os.environ.setdefault("TQDM_DELAY", BAR_SECONDS)
         os.environ.setdefault("TQDM_MININTERVAL", BAR_SECONDS)
