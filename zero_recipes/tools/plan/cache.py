@@ -1,4 +1,4 @@
-"""Results on disk for later plans. A key is a hash of everything that the result depends on."""
+"""Results on disk for later plans, by a hash of all that they depend on."""
 
 import functools
 import hashlib
@@ -40,7 +40,7 @@ def cached(make: Callable[[], Any], *dependencies: Any) -> Any:
 
 
 def keep(path: Path, text: str) -> None:
-    """Write a result for later programs, and delete the oldest beyond MOST_KEPT."""
+    """Write a result, and delete the oldest beyond MOST_KEPT."""
     with suppress(OSError):  # a full or read-only disk costs the next program its time
         write_text(path, text)
         by_age = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)

@@ -22,18 +22,18 @@ from zero_recipes.tools.plan.predict import Predict, Predictor
 from zero_recipes.tools.plan.simulator import parent
 
 VOCABULARY = 32_000
-# of `--params`, unless the command line has others
+# of `--params`
 DEFAULTS = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 2048}
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """The verb; `rest` overrides the recipe's keys. Raises Refusal for what cannot be planned."""
+    """`rest` overrides the recipe's keys. Raises Refusal."""
     predict = Predictor(arguments.quick)
     has_recipe = arguments.params is None
     with working(f"reading {arguments.recipe if has_recipe else '--params'}"):
         request = read_request(arguments, rest) if has_recipe else request_of_size(arguments, rest)
         if not arguments.quick and predict.missing(request.jobs()[0]):
-            parent.start("gpu")  # loads the engine's libraries meanwhile
+            parent.start("gpu")
         answer = answer_by(Predictor(quick=True), arguments, request)
     if not arguments.quick:
         with _shown_meanwhile(answer, arguments.json):
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def answer_by(predict: Predict, arguments: argparse.Namespace, request: PlanRequest) -> show.Answer:
-    """The whole answer by these predictions; searches go by formulas."""
+    """Searches go by formulas."""
     guess = Predictor(quick=True)
     jobs, excluded = request.jobs()
     rows = rows_of(request, jobs, predict)
@@ -60,7 +60,7 @@ def answer_by(predict: Predict, arguments: argparse.Namespace, request: PlanRequ
 
 
 def simulated(draft: show.Answer, arguments: argparse.Namespace, predict: Predictor) -> show.Answer:
-    """The engine's answer: all that the formulas name is simulated side by side."""
+    """All that the formulas name is simulated side by side."""
     rows = [*draft.rows, *draft.lighter.values()]
     predict.prepare([row.job for row in rows])
     return answer_by(predict, arguments, draft.request)
@@ -68,7 +68,7 @@ def simulated(draft: show.Answer, arguments: argparse.Namespace, predict: Predic
 
 @contextmanager
 def _shown_meanwhile(draft: show.Answer, as_json: bool) -> Iterator[None]:
-    """The formulas' answer, until the engine's takes its place; without a terminal a line on stderr."""
+    """The formulas' answer until the engine's; without a terminal a line on stderr."""
     console = terminal()
     if as_json or not console.is_terminal:
         with working(f"by formulas: {show.bottom_line(draft)}") as say:
@@ -83,7 +83,7 @@ def _shown_meanwhile(draft: show.Answer, as_json: bool) -> Iterator[None]:
 
 
 def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
-    """What is requested of a model like Llama that has about so many parameters."""
+    """Of a model like Llama with about so many parameters."""
     config, name = llama(arguments.params)
     recipe = Recipe(Path("RECIPE.yaml"), _default_settings(), DEFAULTS, "")
     if rest:
@@ -105,7 +105,7 @@ def _default_settings() -> Settings:
 
 
 def llama(parameters: float) -> tuple[dict, str]:
-    """(config.json in Llama 2's proportions: heads of 128, as many layers as heads; what it is, in words)."""
+    """(config.json in Llama 2's proportions: heads of 128, as many layers as heads; its name)."""
     shapes = []
     for heads in range(1, 2**13):
         width = 128 * heads

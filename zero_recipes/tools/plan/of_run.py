@@ -77,7 +77,6 @@ def _job(question: Mapping[str, Any]) -> Job:
 
 
 def known_rows(job: Job, recipe: str) -> RowLengths | None:
-    """The rows of the recipe, where they can be read."""
     from zero_recipes.data.prepare import rows_at_hand  # imports datasets
 
     rows = rows_at_hand(job.settings, Path(recipe))
@@ -85,7 +84,7 @@ def known_rows(job: Job, recipe: str) -> RowLengths | None:
 
 
 def rows_are_shorter(job: Job, recipe: str) -> bool:
-    """Whether every row is known to be shorter than max_length; packed ones are not."""
+    """Whether every row is known to be shorter than max_length."""
     if job.settings.packing:
         return False
     rows = known_rows(job, recipe)

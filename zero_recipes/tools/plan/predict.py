@@ -1,5 +1,6 @@
-"""Predictions of jobs: by the engine's simulation where it can do the job, else by formulas."""
+"""Predictions by the simulated engine where it can do the job, else by formulas."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ BY_FORMULAS = " uses formulas, because "  # in a note; a reason follows
 class Predictor:
     """Predicts each job once, and keeps on disk what was simulated."""
 
-    def __init__(self, quick: bool = False, folder: Path | None = None, seconds: float | None = None):
+    def __init__(self, quick: bool = False, folder: Path | None = None, seconds: float = math.inf):
         """`quick`: by formulas alone. `seconds`: of simulations from now on."""
         self.quick = quick
         self.folder = folder or FOLDER
         self.seconds = seconds
-        self.deadline = None if seconds is None else time.monotonic() + seconds
+        self.deadline = time.monotonic() + seconds
         self._known: dict[str, Prediction] = {}
 
     def __call__(self, job: Job) -> Prediction:
@@ -52,19 +53,18 @@ class Predictor:
         return missing
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Predict these jobs, those that are simulated side by side. Raises Refusal."""
+        """Simulations run side by side. Raises Refusal."""
         missing = self.missing(jobs)
         if not missing:
             return
         predictions = simulation.simulate(list(missing.values()), self.deadline)
-        is_late = self.deadline is not None and time.monotonic() >= self.deadline
         for (key, job), prediction in zip(missing.items(), predictions, strict=True):
             if not isinstance(prediction, str):
                 self._known[key] = prediction
                 keep(self._file(key), prediction.model_dump_json())
                 continue
             reason = f"its simulation failed ({prediction.splitlines()[-1]})"
-            if is_late:
+            if time.monotonic() >= self.deadline:
                 reason = f"the simulations took longer than {self.seconds:.0f} s"
             self._known[key] = by_formulas(job, reason)
 
@@ -73,7 +73,7 @@ class Predictor:
 
 
 def by_formulas(job: Job, reason: str | None) -> Prediction:
-    """`reason`: why the engine was not simulated, for a note."""
+    """`reason`: why the engine was not simulated."""
     prediction = predict_by_formulas(job)
     if reason is None:
         return prediction
@@ -85,13 +85,13 @@ def by_formulas(job: Job, reason: str | None) -> Prediction:
 class Fit:
     """A prediction beside the memory of a GPU and its machine, in bytes."""
 
-    status: Literal["fits", "tight", "no"]  # tight: only the low end fits, for which torch frees what it has cached
+    status: Literal["fits", "tight", "no"]  # tight: only the low end fits
     margin: int  # that the low end of the reserved range leaves
     slack: int  # a strategy that leaves less comes last
     capacity: int
     host_lacks: int = 0  # of one machine's memory; 0 where it is enough or not known
-    nvme_lacks: int = 0  # of one machine's NVMe, in the same way
-    resume_lacks: int = 0  # of its memory, to read a checkpoint; the run itself needs none of it
+    nvme_lacks: int = 0  # of one machine's NVMe
+    resume_lacks: int = 0  # of its memory, to read a checkpoint
 
     @property
     def runs(self) -> bool:
@@ -103,7 +103,7 @@ class Fit:
 
 
 def fit_of(prediction: Prediction, capacity: int, host: int | None = None, nvme: int | None = None) -> Fit:
-    """In bytes. `host`, `nvme`: of each machine, None where they are not known."""
+    """`host`, `nvme`: of each machine, None where not known."""
 
     def lacks(needed: int | None, there: int | None) -> int:
         return 0 if there is None else max(0, (needed or 0) - there)

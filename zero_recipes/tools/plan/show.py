@@ -52,12 +52,10 @@ def in_gigabytes(number_of_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that was found out."""
-
     request: PlanRequest
     rows: Sequence[Row]  # on all numbers of GPUs; those of `advice`: of the one to take
     excluded: dict[int, dict[str, str]]  # {number of GPUs: {strategy: why it is not planned}}
-    machines: Sequence[Recommendation]  # for each number of GPUs
+    machines: Sequence[Recommendation]
     advice: Recommendation  # one of them
     lighter: Mapping[str, Row]  # LoRA and QLoRA in place of the recipe's training, on the GPUs of `advice`
     price: float | None  # of one GPU for one hour
@@ -76,7 +74,7 @@ class Answer:
 
 
 def document(answer: Answer) -> dict[str, Any]:
-    """The answer for JSON: rows and changes by their fields, jobs by their place and their command."""
+    """For JSON: rows and changes by their fields, jobs by place and command."""
     request = answer.request
 
     def plain(value: Any) -> dict[str, Any]:
@@ -120,11 +118,7 @@ def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
         Column("MFU", lambda row: _between(row.speed.mfu, percent)),
         Column("Run", lambda row: _between(answer.cost(row).hours, in_hours)),
     ]
-    return named, [column for column in columns if _is_filled(column, answer.advice.rows)]
-
-
-def _is_filled(column: Column, rows: Sequence[Row]) -> bool:
-    return any(column.cell(row) for row in rows)
+    return named, [column for column in columns if any(map(column.cell, answer.advice.rows))]
 
 
 def _status(row: Row) -> str:
@@ -145,12 +139,11 @@ def _part_column(part: str, header: str) -> Column:
 
 
 def _sizes(parts: BaseModel) -> str:
-    """Its fields, each in bytes."""
     return " / ".join(size(taken) if taken else "0" for _, taken in parts)
 
 
 def _between(values: Range | None, written: Callable[[float], str], to: str = " - ") -> str:
-    """0.43 - 0.64 s: the unit once where both have it; nothing where the range is not known."""
+    """0.43 - 0.64 s: the unit once where both have it."""
     if values is None:
         return ""
     low = written(values[0])
@@ -164,7 +157,6 @@ def _between(values: Range | None, written: Callable[[float], str], to: str = " 
 
 
 def notes(answer: Answer) -> list[str]:
-    """What a reader needs to know of the columns and the predictions, and what would fit."""
     rows = answer.advice.rows
     excluded = answer.excluded.get(rows[0].job.world_size, {})
     return [
@@ -179,7 +171,6 @@ def notes(answer: Answer) -> list[str]:
 
 
 def _row_lengths(request: PlanRequest, row: Row) -> str:
-    """Which rows time and price are for."""
     lengths = request.lengths
     longest = row.prediction.max_length
     if lengths is None:
@@ -188,7 +179,6 @@ def _row_lengths(request: PlanRequest, row: Row) -> str:
 
 
 def _of_predictions(rows: Iterable[Row]) -> list[str]:
-    """The predictions' own notes, each once."""
     return list(dict.fromkeys(note for row in rows for note in row.prediction.notes))
 
 
@@ -222,7 +212,6 @@ def change_in_words(change: Change) -> str:
 
 
 def reasons(advice: Recommendation) -> list[str]:
-    """Why this is recommended, sentence by sentence."""
     sentences = []
     if advice.other_arithmetic:
         others = _names(advice.other_arithmetic)
@@ -244,7 +233,6 @@ def _names(rows: Sequence[Row]) -> str:
 
 
 def bottom_line(answer: Answer) -> str:
-    """What to do, in one sentence."""
     advice = answer.advice
     machine = _machine(advice)
     if advice.job is None:
@@ -258,7 +246,6 @@ def bottom_line(answer: Answer) -> str:
 
 
 def _machine(advice: Recommendation) -> str:
-    """The model on its GPUs."""
     job = advice.rows[0].job
     machine = f"{job.model.removeprefix('./')} on {job.world_size} x {advice.gpu.name}"
     nodes = job.world_size // job.gpus_per_node
@@ -266,7 +253,6 @@ def _machine(advice: Recommendation) -> str:
 
 
 def _way_out(answer: Answer) -> str:
-    """What to try where nothing fits."""
     if "QLoRA" in answer.lighter and answer.lighter["QLoRA"].runs:
         return "QLoRA does (use_peft: true, load_in_4bit: true)"
     most = max(answer.request.counts)
@@ -282,7 +268,6 @@ def _why_machine(answer: Answer) -> str:
 
 
 def _what_it_takes(answer: Answer) -> list[str]:
-    """Memory, time and money of what is recommended."""
     row = answer.recommended
     spent = answer.cost(row)
     parts = [
@@ -298,7 +283,7 @@ def _what_it_takes(answer: Answer) -> list[str]:
 
 
 def _priced(answer: Answer) -> tuple[str, str]:
-    """What a price is for, and Cost's name of it: on several machines the same run is not the same work."""
+    """(what a price is for, its name in Cost). On several machines a run is not the same work."""
     if len(answer.machines) == 1 and answer.cost(answer.advice.rows[0]).run:
         return "the run", "run"
     return "1M tokens", "per_million_tokens"
@@ -325,14 +310,11 @@ def short_rows(answer: Answer) -> list[NamedRow]:
     if advice.change:
         way = "LoRA" if advice.change.costliest == "LoRA" else "changed"
         other_ways[way] = answer.recommended
-    named_rows = [named(row) for row in rows]
-    for way, row in other_ways.items():
-        named_rows.append(named(row, f", {way}"))
-    return named_rows
+    return [*map(named, rows), *(named(row, f", {way}") for way, row in other_ways.items())]
 
 
 def short_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
-    """(those naming the row, the others) of `short_rows`. Memory is the range that decides."""
+    """As `plan_columns`, of `short_rows`. Memory is the range that decides."""
     named = [Column("Strategy", lambda named: named.name), Column("Fits", lambda named: _status(named.row))]
     capacity = in_gigabytes(answer.request.gpu.memory_bytes)
     host = "Host\nGB"
@@ -382,7 +364,6 @@ def _rate(named: NamedRow) -> str:
 
 
 def print_answer(answer: Answer, console: Console, verbose: bool = False) -> None:
-    """What to do, its command and one table; `verbose`: all parts, notes and reasons as well."""
     console.print(Text(bottom_line(answer), style="bold"))
     job = answer.advice.job
     if job:

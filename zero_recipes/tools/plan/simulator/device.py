@@ -2,7 +2,6 @@
 
 torch lets a program name a device of its own (PrivateUse1).
 torch 2.13 without CUDA cannot differentiate fake tensors on "cuda".
-Streams, events and synchronisation do nothing, memory is without end.
 """
 
 import contextlib
@@ -60,7 +59,7 @@ class _Backend:
 
 
 def set_up_fake_gpu() -> None:
-    """Make the device known to torch and DeepSpeed. Once in a process, before any tensor is made."""
+    """Once in a process, before any tensor is made."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
     torch.Tensor.record_stream = lambda *_: None
     _numbers_without_a_copy()
@@ -86,7 +85,7 @@ def _numbers_without_a_copy() -> None:
 
 
 def _deepspeed_accelerator() -> None:
-    """DeepSpeed's own description of a GPU: separate memory, streams, work that goes on by itself."""
+    """For DeepSpeed: separate memory, streams, work that goes on by itself."""
     from deepspeed.accelerator import real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 

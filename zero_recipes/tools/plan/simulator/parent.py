@@ -7,6 +7,7 @@ It reads lines [how many at once, [{"job", "rank"}]], and prints a line for each
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -45,7 +46,7 @@ ENVIRONMENT = {
 
 
 def not_simulated(job: "Job") -> str | None:
-    """Why the engine cannot be simulated for this job; None where it can."""
+    """Why the engine cannot be; None where it can."""
     zero = job.zero
     reasons = {
         "FSDP2 is not simulated": job.is_fsdp,
@@ -55,13 +56,10 @@ def not_simulated(job: "Job") -> str | None:
         "the recipe sets no max_length": job.settings.max_length is None,
         "bitsandbytes multiplies 8-bit weights in its own kernels": job.settings.load_in_8bit,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            return reason
-    return None
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def simulate(jobs: Sequence["Job"], deadline: float | None = None) -> list[Prediction | str]:
+def simulate(jobs: Sequence["Job"], deadline: float = math.inf) -> list[Prediction | str]:
     """Of jobs of one device; the error of one that fails, or is not ready by `deadline`, a time.monotonic()."""
     tasks = []  # (a job's index, its task)
     for index, job in enumerate(jobs):
@@ -69,7 +67,7 @@ def simulate(jobs: Sequence["Job"], deadline: float | None = None) -> list[Predi
         tasks += [(index, {"job": simulated, "rank": rank}) for rank in _ranks(job)]
     # stage 3 takes longest: no core is left alone with it at the end
     tasks.sort(key=lambda task: jobs[task[0]].zero_stage != 3)
-    by_rank = [{} for _ in jobs]  # each job's answers
+    by_rank = [{} for _ in jobs]
     answers = _answers([task for _, task in tasks], deadline)
     for number, answer in track(answers, "simulating", len(tasks), console=terminal(stderr=True), transient=True):
         index, task = tasks[number]
@@ -95,7 +93,7 @@ _started: dict[tuple[str, ...], tuple[subprocess.Popen, IO[str]]] = {}
 
 
 def start(device: str) -> tuple[subprocess.Popen, IO[str]]:
-    """(the process that simulates jobs of this device, its stderr). It imports the libraries meanwhile."""
+    """(the process for jobs of this device, its stderr). Does not wait for its imports."""
     command = (sys.executable, *WORKER, device)
     if command not in _started or _started[command][0].poll() is not None:
         own = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)}
@@ -105,13 +103,13 @@ def start(device: str) -> tuple[subprocess.Popen, IO[str]]:
     return _started[command]
 
 
-def _answers(tasks: list[dict], deadline: float | None) -> Iterator[tuple[int, dict[str, Any]]]:
+def _answers(tasks: list[dict], deadline: float) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number of a task, its answer) as each is ready. Where the process ends early, the others' `error`."""
     process, errors = start(tasks[0]["job"]["device"])
     child = psutil.Process(process.pid)
     at_once = max(1, min(Host().cores(), psutil.virtual_memory().available // RESIDENT))  # each takes a core
     missing = set(range(len(tasks)))
-    seconds = threading.TIMEOUT_MAX if deadline is None else deadline - time.monotonic()
+    seconds = min(threading.TIMEOUT_MAX, deadline - time.monotonic())
     timer = threading.Timer(seconds, kill_with_children, [child])
     timer.daemon = True
     timer.start()
@@ -160,7 +158,6 @@ def _prediction(job: "Job", by_rank: dict[int, dict[str, Any]]) -> Prediction | 
 
 
 def main(device: str) -> None:
-    """The child: imports the libraries once, and forks for each task of standard input."""
     end_with_parent()  # a run that is killed leaves no plan behind
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr

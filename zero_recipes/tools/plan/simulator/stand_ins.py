@@ -18,7 +18,7 @@ ASKED_FOR = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equ
 
 
 def answer_for_number(func, args: tuple) -> float | int | bool:
-    """A number for one of ASKED_FOR: a fake tensor has none and would raise.
+    """For ASKED_FOR: a fake tensor has no number and would raise.
 
     0.0, False and a byte of 0 are those of a healthy step (DeepSpeed 0.19, zero/stage_1_and_2.py `has_overflow`).
     1 is a count that divides, and two tensors are equal.
@@ -201,10 +201,7 @@ def adam_over_all_tensors() -> None:
 
 
 def fused_head_without_temporaries() -> None:
-    """TRL 1.16, kernels/chunked_logprob.py: on a GPU Triton kernels fold each tile of logits in place.
-
-    On other devices torch folds them with temporaries.
-    """
+    """TRL 1.16, kernels/chunked_logprob.py: on a GPU Triton kernels fold each tile of logits in place."""
     from trl.kernels import chunked_logprob
 
     chunked_logprob._forward_tile = lambda *_, **__: None
@@ -215,7 +212,7 @@ def fused_head_without_temporaries() -> None:
 def loss_of_some(tokens: int) -> None:
     """TRL 1.16, trainer/utils.py `_fused_forward`: on a GPU the head multiplies copies of the hidden states with loss.
 
-    `tokens`: how many they are in one batch from now on, which a fake mask cannot say.
+    `tokens`: those of one batch from now on, which a fake mask cannot say.
     """
     from trl.trainer import utils
 
@@ -309,14 +306,14 @@ def flash_attention() -> None:
 
 
 def attention_of(requested: str | None, on_gpu: bool) -> str | None:
-    """The implementation that a simulated model takes for the recipe's; None: transformers' choice."""
+    """What a simulated model takes for the recipe's; None: transformers' choice."""
     if requested in (None, "sdpa", "eager"):
         return requested
     return FLASH if on_gpu else None
 
 
 def replace_parts_of_libraries(on_gpu: bool, full_rows: bool, packing: bool, host) -> None:
-    """All of them. `on_gpu`: on the device that stands for one."""
+    """`on_gpu`: on the device that stands for one."""
     no_addresses()
     no_pinned_memory(host if on_gpu else None)
     conversions_by_hand()
@@ -347,7 +344,7 @@ _libraries: list[torch.library.Library] = []  # a registration ends with its lib
 
 
 def set_up_autocast(dtype: torch.dtype) -> None:
-    """Register; once in a process."""
+    """Once in a process."""
     everything = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel)
     own = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")

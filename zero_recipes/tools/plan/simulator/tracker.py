@@ -56,7 +56,7 @@ VIEWS = {
 
 
 class Observed(TorchDispatchMode):
-    """Sees every operator: answers for numbers that fake tensors lack, shows the results to trackers."""
+    """Sees every operator: answers for missing numbers, shows results to trackers."""
 
     def __init__(self, *trackers: "LiveStorages"):
         super().__init__()
@@ -75,8 +75,7 @@ class Observed(TorchDispatchMode):
         if func in VIEWS:
             return view_of(func, args, kwargs)
         out = func(*args, **kwargs)
-        leaves = [out] if isinstance(out, torch.Tensor) else tree_leaves(out)
-        for leaf in leaves:
+        for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 device = leaf.fake_device.type if type(leaf) is FakeTensor else leaf.device.type
                 for tracker in self.trackers:
@@ -121,7 +120,6 @@ class LiveStorages:
         self.forget_peaks()
 
     def forget_peaks(self) -> None:
-        """Start again from what lives now."""
         self.peaks: dict[str, int] = {}  # of each phase
         self.at_peak: dict[str, dict[str, int]] = {}
         self._look()
@@ -132,7 +130,6 @@ class LiveStorages:
         self._look()
 
     def assign(self, tensors: Iterable[torch.Tensor], part: str) -> None:
-        """Of which part these tensors' storages are."""
         for tensor in tensors:
             storage = self._known.get(tensor.untyped_storage()._cdata)
             if storage is not None:
@@ -141,7 +138,6 @@ class LiveStorages:
                 storage.part = part
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a result, unless it is known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -165,7 +161,6 @@ class LiveStorages:
             self.at_peak[self.phase] = dict(self.parts)
 
     def _part(self) -> str:
-        """By the innermost frame of a file that is known; else by the phase."""
         frame = sys._getframe(2)
         for _ in range(_DEPTH):
             known = _part_of_file(frame.f_code.co_filename) if frame else None

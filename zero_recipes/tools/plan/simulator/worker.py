@@ -103,7 +103,7 @@ def _start_group(job: Job, rank: int) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.world_size),
-        LOCAL_RANK="0",  # of the one device there is
+        LOCAL_RANK="0",
         LOCAL_WORLD_SIZE=str(job.ranks_per_node),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="1",
@@ -117,13 +117,13 @@ def _start_group(job: Job, rank: int) -> None:
 
 
 def train_two_steps(job: Job, folder: str) -> dict:
-    """Build the run as run_sft.py does, train two steps under fake tensors, and return the counts."""
+    """Of a run built as run_sft.py does."""
     quieten()
     settings = job.settings.replace(**LEFT_OUT, output_dir=folder, deepspeed=job.ds_config)
     settings = settings.replace(gradient_accumulation_steps=min(job.settings.gradient_accumulation_steps, 2))
     strategy = resolve_strategy(settings, {"WORLD_SIZE": str(job.world_size)}, size_of)
     _, training_args, model_args, _ = recipes.trl_arguments(settings, Path("plan.yaml"))
-    # transformers and accelerate have taken the CPU for want of anything else
+    # transformers and accelerate have taken the CPU
     on_gpu = job.device == "gpu"
     main_device = torch.device("gpu:0" if on_gpu else "cpu")
     PartialState._shared_state["device"] = main_device
@@ -155,7 +155,6 @@ def train_two_steps(job: Job, folder: str) -> dict:
 
 
 def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "WatchedSFTTrainer":
-    """As run_sft.py builds it."""
     if strategy.zero_stage == 3:
         keep_precision_of_new_adapters()
     model = _model(job, model_args, training_args.device)
@@ -179,8 +178,7 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
 
 
 def _model(job: Job, model_args, main_device: torch.device) -> torch.nn.Module:
-    config = dict(job.config)
-    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    config = AutoConfig.for_model(**job.config)
     dtype = model_args.dtype
     dtype = (config.dtype or torch.float32) if dtype in ("auto", None) else getattr(torch, dtype)
     attention = stand_ins.attention_of(job.settings.attn_implementation, job.device == "gpu")
@@ -194,7 +192,7 @@ def _model(job: Job, model_args, main_device: torch.device) -> torch.nn.Module:
 
 
 def _rows(length: int, count: int) -> Dataset:
-    """Tokenised rows; what they say plays no part."""
+    """What they say plays no part."""
     row = [1] * length
     return Dataset.from_dict({"input_ids": [row] * count, "labels": [row] * count})
 
@@ -243,7 +241,7 @@ class Watch(TrainerCallback):
 
     def __post_init__(self):
         self.parameters, self.trainable = parameter_counts(self.trainer.model)
-        self.bytes = {}  # allocated after each phase: what StateProbe records
+        self.bytes = {}
         self.record("model_loaded")
         for parameter in self.trainer.model.parameters():
             if parameter.requires_grad:
@@ -298,7 +296,7 @@ class Watch(TrainerCallback):
             tracker.assign(weight_tensors(parameters, optimizer), "params")
 
     def evaluate(self, rows: Dataset) -> None:
-        """One batch of an evaluation, as the Trainer's loop takes it."""
+        """One batch, as the Trainer's loop takes it."""
         trainer = self.trainer
         trainer.token_weights.begin_evaluation()
         batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader(rows))))
