@@ -12,8 +12,9 @@ import pytest
 from tests.helpers.group import free_port
 from tests.helpers.tiny import ROOT, write_model, write_recipe, write_rows
 
-QUICK = ["--max_steps", "2", "--sample_prompts", "2", "--sample_max_new_tokens", "4", "--eval_strategy", "no"]
-QUICK += ["--sample_prompts", "tests/helpers/prompts.jsonl", "--logging_steps", "1"]
+QUICK = ["--max_steps", "2", "--gradient_accumulation_steps", "1", "--eval_strategy", "no", "--logging_steps", "1"]
+SAMPLES = ["--sample_prompts", "tests/helpers/prompts.jsonl", "--sample_max_new_tokens", "2"]
+NOTHING_BESIDE = ["--sample_prompts", "0", "--save_model", "false"]
 
 pytestmark = pytest.mark.launch
 
@@ -37,11 +38,11 @@ def test_torchrun_with_the_recipes_ds_config_trains_as_accelerate(tmp_path):
     small += ["--dataset_name", str(write_rows(tmp_path / "rows")), "--max_length", "128", "--warmup_steps", "0"]
     small += ["--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
     line = "accelerate launch --config_file zero3.yaml run_sft.py recipes/pythia.yaml"
-    by_accelerate = trained(line, *small, out=tmp_path / "a")
+    by_accelerate = trained(line, *small, *SAMPLES, out=tmp_path / "a")
     assert (tmp_path / "a" / "samples.jsonl").read_text().count("\n") == 2
     assert (tmp_path / "a" / "model.safetensors").is_file()
     line = "torchrun --nproc_per_node 2 run_sft.py recipes/pythia-zero3.yaml"
-    by_torchrun = trained(line, *small, out=tmp_path / "b")
+    by_torchrun = trained(line, *small, *NOTHING_BESIDE, out=tmp_path / "b")
     for metrics in (by_accelerate, by_torchrun):
         assert (metrics["strategy"], metrics["world_size"], len(metrics["loss_history"])) == ("zero3", 2, 2)
         assert metrics["device"] == "cpu"
