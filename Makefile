@@ -86,7 +86,7 @@ cuda-build:
 	$(CUDA_BUILD)/bin/python -c 'import torch; assert torch.version.cuda, torch.__version__'
 	PATH=$(CURDIR)/$(CUDA_BUILD)/bin:$$PATH $(CUDA_BUILD)/bin/python -m zero_recipes.engine.kernels $(OPS)
 	PATH=$(CURDIR)/$(CUDA_BUILD)/bin:$$PATH $(CUDA_BUILD)/bin/python -m pytest tests/unit tests/plan
-	PATH=$(CURDIR)/$(CUDA_BUILD)/bin:$$PATH $(CUDA_BUILD)/bin/python -m pytest tests/launch/test_launchers.py -k "trains_as_accelerate"
+	PATH=$(CURDIR)/$(CUDA_BUILD)/bin:$$PATH $(CUDA_BUILD)/bin/python -m pytest -m grid tests/launch/test_launchers.py -k trains_as_accelerate
 
 lint: setup
 	ruff check .

@@ -39,7 +39,7 @@ def argv(model: Path, out: Path, strategy: str, *more: str) -> list[str]:
     argv = [RECIPE, "--model_name_or_path", str(model / "model"), "--dataset_name", str(model / "rows")]
     argv += ["--max_steps", "4", "--max_length", "64", "--activation_checkpointing", "false", "--warmup_steps", "0"]
     argv += ["--lr_scheduler_type", "constant", "--learning_rate", "1e-2", "--lora_dropout", "0"]
-    argv += ["--per_device_train_batch_size", "4", "--sample_max_new_tokens", "3", "--output_dir", str(out)]
+    argv += ["--per_device_train_batch_size", "4", "--sample_max_new_tokens", "1", "--output_dir", str(out)]
     return [*argv, *named(strategy), *more]
 
 
@@ -104,7 +104,7 @@ def history(ranks: list[dict]) -> list[list[float]]:
 
 def resumed(two, model, runs, strategy: str, out: Path, **keywords) -> list[list[float]]:
     shutil.copytree(runs[strategy][0] / "checkpoint-2", out / "checkpoint-2")
-    more = ["--resume_from_checkpoint", "true", "--save_model", "false"]
+    more = ["--resume_from_checkpoint", "true", "--save_model", "false", "--sample_prompts", "0"]
     return history(two.run(family_cases.train_quantised, argv=argv(model, out, strategy, *more), **keywords))
 
 

@@ -40,11 +40,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strat
 @pytest.mark.parametrize(  # every kind: test_shapes_that_nobody_has_chosen
     "shape",
     [
-        Shape("random", rows=51, micro=2, accumulation=2, killed=11, steps=15),  # inside the second epoch, over its end
-        Shape("lengths", rows=51, micro=2, accumulation=2, killed=16, steps=21),  # in the third epoch
+        Shape("random", rows=27, micro=2, accumulation=2, killed=6, steps=9),  # inside the second epoch, over its end
+        Shape("lengths", rows=27, micro=2, accumulation=2, killed=9, steps=12),  # in the third epoch
         Shape("rebalance", rows=51, micro=2, accumulation=4, killed=6, steps=9, strategy="zero2"),
         Shape("packed stream", rows=21, micro=2, accumulation=2, killed=7, steps=9, strategy="zero2"),
-        Shape("mixture", rows=37, micro=2, accumulation=2, killed=12, steps=16, world=1),
+        Shape("mixture", rows=19, micro=2, accumulation=2, killed=7, steps=10, world=1),
     ],
     ids=lambda shape: f"{shape.kind}-world{shape.world}",
 )

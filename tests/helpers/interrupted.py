@@ -1,21 +1,23 @@
-"""run_sft.py that is interrupted on purpose, without timing; started by a launcher or as a program of its own.
+"""run_sft.py that is interrupted on purpose, without timing.
 
-KILL="PLACE:RANK:STEP": this rank ends at a place of PLACES, while it trains this step or saves after it.
-PAUSE="prepared step": it prints each of these places that is named, and goes on with a line of input.
+As a script, started by a launcher: KILL="PLACE:RANK:STEP" names where and how a rank ends (`sabotage`).
 """
 
+import atexit
 import io
 import os
 import shutil
 import signal
 import sys
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import run_sft
 from tests.helpers.tools import before
+from tests.helpers.worker import enter
 from zero_recipes.core.findings import print_ending
 from zero_recipes.core.process import leave
 
@@ -23,7 +25,7 @@ RANK_0_ONLY = ("manifest", "replace", "rotation")
 PLACES = ("step", "begun", "weights", "optimizer", "random", *RANK_0_ONLY)  # in the order in which a run reaches them
 terminated: list[bool] = []
 watched = ExitStack()  # until this process ends
-pauses = os.environ.get("PAUSE", "").split()
+whole_train = run_sft.train
 
 
 def die(*_) -> None:
@@ -90,29 +92,52 @@ def sabotage(place: str, step: int) -> None:
     )
 
 
-def pause(place: str) -> None:
-    if place in pauses:
-        pauses.remove(place)
-        print(f"paused: {place}", flush=True)
-        sys.stdin.readline()
-
-
 def train(run):
-    from zero_recipes.training.trainer import ZeroSFTTrainer
-
-    pause("prepared")  # it has looked at the folder, and does not hold it
-    if "KILL" in os.environ:
-        place, rank, step = os.environ["KILL"].split(":")
-        if os.environ.get("RANK", "0") == rank:
-            sabotage(place, int(step))
-    with before(ZeroSFTTrainer, "training_step", lambda *_: pause("step")):
-        return whole_train(run)
+    """Instead of run_sft.train: as KILL says."""
+    place, rank, step = os.environ["KILL"].split(":")
+    if os.environ.get("RANK", "0") == rank:
+        sabotage(place, int(step))
+    return whole_train(run)
 
 
-if __name__ == "__main__":
-    whole_train, run_sft.train = run_sft.train, train
+def run_with_pauses(
+    argv: list[str], places: list[str], test: Connection, environment: dict[str, str], out: Path, err: Path
+) -> None:
+    """Be a process of run_sft.py, which tells `test` of each of these places, and goes on with its answer.
+
+    "prepared": it has looked at the folder, and does not hold it; "step": it is about to train its first.
+    """
+    enter(out, err, environment)
+
+    def pause(place: str) -> None:
+        if place in places:
+            places.remove(place)
+            test.send(place)
+            test.recv()
+
+    def train(run):
+        from zero_recipes.training.trainer import ZeroSFTTrainer
+
+        pause("prepared")
+        with before(ZeroSFTTrainer, "training_step", lambda *_: pause("step")):
+            return whole_train(run)
+
+    run_sft.train = train
     try:
-        run_sft.main(sys.argv[1:])
+        main(argv)
+    finally:
+        atexit._run_exitfuncs()  # as at an interpreter's end; a forked process has none
+
+
+def main(argv: list[str]) -> None:
+    try:
+        run_sft.main(argv)
     except Exception as ending:
         leave(print_ending(ending))
     leave(0)
+
+
+if __name__ == "__main__":
+    if "KILL" in os.environ:
+        run_sft.train = train
+    main(sys.argv[1:])

@@ -4,16 +4,19 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.helpers import cases, ending_cases
-from tests.helpers.group import ENVIRONMENT
+from tests.helpers.group import ENVIRONMENT, SERVER, start_server
+from tests.helpers.interrupted import run_with_pauses
 from tests.helpers.resuming import SAVED_AT, STEPS, resume_recipe
-from tests.helpers.tiny import ROOT, arguments, write_rows
+from tests.helpers.tiny import arguments, write_rows
 from tests.helpers.tools import contents, flip
 from zero_recipes.checkpoint.output_dir import LOCK
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
@@ -21,28 +24,40 @@ from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
 RESUME = ("--resume_from_checkpoint", "true")
 
 
-def start(argv: list[str], folder: Path, pause: str = "") -> subprocess.Popen:
-    """One process of run_sft.py without a launcher, which waits where `pause` says; its errors go into a file."""
-    environment = os.environ | ENVIRONMENT | {"PAUSE": pause}
+class Started(NamedTuple):
+    """A process of run_sft.py without a launcher."""
+
+    process: BaseProcess
+    pauses: Connection
+    errors: Path  # what it prints to stderr
+
+
+def start(argv: list[str], folder: Path, pause: str = "") -> Started:
+    """It waits where `pause` says: see `run_with_pauses`."""
+    start_server()
+    environment = os.environ | ENVIRONMENT
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
-    command = [sys.executable, "tests/helpers/interrupted.py", *argv]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with open(folder / f"{pause or 'plain'}.txt", "w") as errors:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors, **pipes)
+    out, errors = (folder / f"{pause or 'plain'}.{stream}.txt" for stream in ("stdout", "stderr"))
+    ours, theirs = SERVER.Pipe()
+    process = SERVER.Process(target=run_with_pauses, args=(argv, [pause], theirs, environment, out, errors))
+    process.start()
+    theirs.close()
+    return Started(process, ours, errors)
 
 
-def wait_for(process: subprocess.Popen, place: str) -> None:
-    for line in process.stdout:
-        if line == f"paused: {place}\n":
-            return
-    raise AssertionError(f"it has ended before {place!r}")
+def wait_for(run: Started, place: str) -> None:
+    """Raises EOFError where it has ended before."""
+    assert run.pauses.poll(240), f"it does not come to {place!r}"  # a hang guard
+    assert run.pauses.recv() == place
 
 
-def end(process: subprocess.Popen) -> int:
+def end(run: Started) -> int:
     """Its exit code, once it may go on."""
-    process.communicate("\n", timeout=240)  # a hang guard
-    return process.returncode
+    with suppress(BrokenPipeError):
+        run.pauses.send("go on")
+    run.process.join(240)  # a hang guard
+    return run.process.exitcode
 
 
 def written(folder: Path) -> dict[str, tuple[int, int]]:
@@ -81,7 +96,7 @@ def test_a_refused_resume_changes_nothing(saved, tmp_path):
     run = start(arguments(recipe, "zero2", out, *RESUME, "--dataset_name", rows), tmp_path)
     assert end(run) == 2
     assert contents(out) == before
-    message = (tmp_path / "plain.txt").read_text()
+    message = run.errors.read_text()
     assert f"{out}/checkpoint-{SAVED_AT} was trained on different rows [ZR727]" in message
 
 
@@ -96,9 +111,9 @@ def test_of_two_runs_at_once_the_second_is_refused_and_touches_nothing(saved, st
     assert (stopped / f"checkpoint-{SAVED_AT}-zero2-world1").is_dir()
     before = written(stopped)
     assert end(second) == 2
-    assert "[ZR747]" in (tmp_path / "prepared.txt").read_text()
+    assert "[ZR747]" in second.errors.read_text()
     assert written(stopped) == before
-    assert end(first) == 0, (tmp_path / "step.txt").read_text()[-3000:]
+    assert end(first) == 0, first.errors.read_text()[-3000:]
     last = stopped / f"checkpoint-{STEPS}"
     assert checkpoint_fault(last) is None and content_fault(last) is None
     metrics = json.loads((stopped / "metrics.json").read_text())

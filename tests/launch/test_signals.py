@@ -28,12 +28,20 @@ def kept(out: Path) -> tuple:
     return figures, (out / "samples.jsonl").read_text()
 
 
+@pytest.fixture(scope="module")
+def undisturbed(two, tmp_path_factory) -> tuple[Path, Path]:
+    """(recipe, folder) of a run that no signal has reached."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    recipe = resume_recipe(folder, **SAMPLED)
+    argv = arguments(recipe, "zero2", folder / "whole")
+    assert two.run(ending_cases.train_signalled, argv=argv) == ["done", "done"]
+    return recipe, folder / "whole"
+
+
 @pytest.mark.parametrize("signals", SIGNALS)
-def test_signals_in_every_phase_then_the_same_command(two, tmp_path, signals):
+def test_signals_in_every_phase_then_the_same_command(two, undisturbed, tmp_path, signals):
     """In a step, in a save, in an evaluation, and while the samples are asked after training."""
-    recipe = resume_recipe(tmp_path, **SAMPLED)
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert two.run(ending_cases.train_signalled, argv=arguments(recipe, "zero2", whole)) == ["done", "done"]
+    (recipe, whole), out = undisturbed, tmp_path / "out"
     argv = arguments(recipe, "zero2", out)
     for place, number, rank, step in signals:
         sent = {"place": place, "number": number, "rank": rank, "name": NAMES[rank]}

@@ -72,7 +72,9 @@ def test_a_sweep_that_is_stopped_leaves_no_process(tmp_path, verb):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "run_sft.py").write_text(WAITING)
     os.mkfifo(tmp_path / "ranks")
-    command = [sys.executable, "-m", "zero_recipes.tools.main", verb, write_recipe(tmp_path), "--strategies", "zero2"]
+    keys = {"max_length": 64, "per_device_train_batch_size": 1}  # `tune` has few candidates to plan
+    command = [sys.executable, "-m", "zero_recipes.tools.main", verb, write_recipe(tmp_path, **keys)]
+    command += ["--strategies", "ddp"]
     running = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     with os.fdopen(os.open(tmp_path / "ranks", os.O_RDWR)) as ranks:
         started = [psutil.Process(int(ranks.readline())) for _ in range(2)]

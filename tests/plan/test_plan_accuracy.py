@@ -99,7 +99,7 @@ IN_EVERY_RUN = {
     - {"stage 3, best model", "stage 3, evaluation", "stage 3, bf16 states"}
     | {"stage 2, offload", "stage 2, bf16 states", "stage 2, autocast", "alone", "alone, QLoRA", "alone, stage 3"}
     - {"stage 3, QLoRA"},
-    "llama": {"stage 3", "alone"},
+    "llama": {"stage 3"},
 }
 PAIRS = [
     pytest.param(model, case, marks=[] if case in IN_EVERY_RUN[model] else pytest.mark.grid)
