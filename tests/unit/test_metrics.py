@@ -144,7 +144,7 @@ import zero_recipes, zero_recipes.core, zero_recipes.tools.report
 for package in (zero_recipes.core, zero_recipes.tools.report):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-for name in ("theory.zero_paper", "metrics.schema", "metrics.read_runs", "metrics.failure"):
+for name in ("metrics.schema", "metrics.read_runs", "metrics.failure"):
     importlib.import_module("zero_recipes." + name)
 print(sorted({"torch", "transformers", "trl", "deepspeed", "zero_recipes.tools.plan"} & set(sys.modules)))
 """
