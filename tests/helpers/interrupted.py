@@ -92,12 +92,12 @@ def sabotage(place: str, step: int) -> None:
     )
 
 
-def train(run):
+def train(run, clock):
     """Instead of run_sft.train: as KILL says."""
     place, rank, step = os.environ["KILL"].split(":")
     if os.environ.get("RANK", "0") == rank:
         sabotage(place, int(step))
-    return whole_train(run)
+    return whole_train(run, clock)
 
 
 def run_with_pauses(
@@ -115,12 +115,12 @@ def run_with_pauses(
             test.send(place)
             test.recv()
 
-    def train(run):
+    def train(run, clock):
         from zero_recipes.training.trainer import ZeroSFTTrainer
 
         pause("prepared")
         with before(ZeroSFTTrainer, "training_step", lambda *_: pause("step")):
-            return whole_train(run)
+            return whole_train(run, clock)
 
     run_sft.train = train
     try:
