@@ -88,7 +88,9 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, request):
     message = str(failed.value).splitlines()[-1]
     assert f"NotSaved: {out}/checkpoint-4 could not be saved" in message
     assert is_unfinished(out / "checkpoint-4") and checkpoint_fault(out / "checkpoint-2") is None
-    assert json.loads((out / "metrics.json").read_text())["status"] == "running", "the file was lost: a full disk takes no other"
+    assert json.loads((out / "metrics.json").read_text())["status"] == "running", (
+        "the file was lost: a full disk takes no other"
+    )
     filler.unlink()
     rest = one.run(cases.train, argv=arguments(recipe, "ddp", out, *RESUME))[0]["metrics"]
     assert rest["loss_history"] == whole["loss_history"] and rest["resumed_at"] == [2]
