@@ -1,8 +1,8 @@
 """What a run leaves behind in its process, undone before the next one. To be imported before the first run.
 
 Some of it stays, for it is the same in every run of a process: tables that are read once (core/findings.py,
-core/files.py), products of 16-bit matrices in fp32 (engine/cpu_products.py), levels and filters of loggers
-(engine/warnings.py). The count of calls in engine/group.py goes on with the process group.
+core/files.py), levels and filters of loggers (engine/warnings.py). The count of calls in engine/group.py goes on with
+the process group.
 """
 
 import torch
@@ -22,6 +22,7 @@ from trl.trainer import utils as trl_utils
 
 from zero_recipes.core.process import remember_signals
 from zero_recipes.engine import patches
+from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.deepspeed import COLLECTIVES, communication_backend
 
 REPLACED = (  # for good, with the first run that needs it
@@ -45,6 +46,9 @@ def forget_last_run() -> None:
     for owner, name, original in ORIGINALS:
         setattr(owner, name, original)
     patches.attend_by_row(False)
+    if multiply_in_fp32.cache_info().currsize:
+        multiply_in_fp32()._destroy()
+        multiply_in_fp32.cache_clear()
     stop_counting()
     AcceleratorState._reset_state()
     GradientState._reset_state()

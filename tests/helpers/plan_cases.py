@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import run_sft
 from tests.helpers.cases import train
-from tests.helpers.tools import before
+from tests.helpers.tools import before, without
 from zero_recipes.checks import predicted
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.process import rank
@@ -33,7 +33,8 @@ def train_profiled(argv: list[str]) -> dict:
     gc.collect()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     masked = mock.patch.object(patches, "_rows_of", lambda mask: None)  # GPUs compute a pack under a mask
-    with masked, before(StageMetricsCallback, "on_step_begin", begin), profiler as profiled:
+    products = without("zero_recipes.training.inputs.multiply_in_fp32")  # no GPU has its temporary tensors
+    with masked, products, before(StageMetricsCallback, "on_step_begin", begin), profiler as profiled:
         result = train(argv)
     return {"rises": rises(profiled.profiler.kineto_results.experimental_event_tree()), "metrics": result["metrics"]}
 
