@@ -61,6 +61,7 @@ class Preflight:
         self.rehearsal = rehearsal
         self.gpu = gpu
         self.findings: list[Finding] = []
+        self.wrong_keys: set[str | None] = set()  # of the recipe, that have an error
 
     def attempt(self, check: Callable, *arguments: Any) -> Any:
         """What `check` returns; None where it refuses, whose findings are added."""

@@ -202,7 +202,6 @@ def add_strategies(add: Add, default: str) -> None:
 
 
 def add_measurements(commands) -> None:
-
     add = add_recipe_verb(commands, verbs.sweep, "run and measure several strategies or values, one after another")
     add_strategies(add, ",".join(verbs.STAGES))
     add("--num_processes", type=COUNT, default=2, help="processes per run; default: %(default)s")

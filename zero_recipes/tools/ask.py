@@ -20,7 +20,6 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Recipe, Settings
 from zero_recipes.config.run import choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
-from zero_recipes.core.process import environment_kept
 from zero_recipes.data.load import PADDING_TOKENS
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.engine.cpu_products import multiply_in_fp32
@@ -143,14 +142,13 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
 
 
 def _recipe_of(folder: Path, overrides: list[str], is_adapter: bool) -> tuple[Recipe, bool]:
-    """(recipe, whether it is the run's own). `env:` is undone: the file may be a stranger's."""
+    """(recipe, whether it is the run's own). Its `env:` is not set: the file may be a stranger's."""
     path = folder / RECIPE
     whole = folder.resolve()
     if not path.is_file() and whole.name.startswith("checkpoint-"):
         path = whole.parent / RECIPE
     if path.is_file():
-        with environment_kept():
-            return recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides), True
+        return recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides), True
     known = ADAPTER_CONFIG if is_adapter else "config.json"
     return recipes.parse_recipe(folder / known, {"model_name_or_path": str(folder)}, overrides), False
 

@@ -176,9 +176,10 @@ class ZeroSFTTrainer(SFTTrainer):
         """All steps. The metrics are complete then. Raises Diverged on all ranks. `resume_from_checkpoint`: as of
         SFTTrainer; True is the last checkpoint of args.output_dir that is whole."""
         if resume_from_checkpoint is True:
-            for path in numbered(Path(self.args.output_dir)):
+            for path in reversed(numbered(Path(self.args.output_dir))):
                 if save.checkpoint_fault(path) is None:
-                    resume_from_checkpoint = str(path)  # the last of them
+                    resume_from_checkpoint = str(path)
+                    break
         if self.stage_metrics.finished:  # of an earlier training
             self.stage_metrics.begin()
         self._load_history(resume_from_checkpoint)
