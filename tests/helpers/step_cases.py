@@ -19,6 +19,7 @@ from tests.helpers.ending_cases import ending
 from tests.helpers.tiny import ROOT
 from tests.helpers.tools import before, without_rules
 from zero_recipes.engine import patches
+from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.deepspeed import base_optimizer, flat_masters
 from zero_recipes.training import token_loss
 from zero_recipes.training.trainer import ZeroSFTTrainer
@@ -65,6 +66,8 @@ def bare_loop(stage: int, steps: int, bf16: bool) -> list[float]:
     spec = importlib.util.spec_from_file_location("bare_loop", ROOT / "docs" / "bare_loop.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if bf16:
+        multiply_in_fp32()  # as a run does: the order of sums is then the same
     return module.train(stage, steps, bf16)
 
 
