@@ -21,7 +21,7 @@ from tests.helpers.tiny import settings_with
 from tests.helpers.tools import refusal_of
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data import forms, load
-from zero_recipes.data.audit import audit, holding, overlap_findings
+from zero_recipes.data.audit import RowKeys, audit, audit_findings, holding, overlap_findings
 from zero_recipes.data.forms import alpaca_prompt, alpaca_row
 from zero_recipes.data.load import load_rows, load_tokenizer
 from zero_recipes.data.masks import mask_by, tokenise
@@ -267,8 +267,7 @@ def test_the_mask_of_a_stock_template_is_the_one_made_by_hand(tmp_path, name, tu
     rows = Dataset.from_list([{"messages": [{"role": role, "content": text} for role, text in pairs]}])
     for how, tail in (("answer", ""), ("turn", after)):
         args = arguments(tmp_path, assistant_only_loss=True, max_length=None)
-        args.assistant_mask = how
-        row = prepare_split(rows, tokenizer, args, False)[0].ready[0]
+        row = prepare_split(rows, tokenizer, args, False, RowKeys(assistant_mask=how))[0].ready[0]
         answers = [f"{answer}{end}{tail}" for _, answer in turns]
         answers[-1] = (thoughts if how == "turn" else "") + answers[-1]
         assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "".join(answers)
@@ -351,6 +350,18 @@ def test_the_audit_counts(tokenizer, tmp_path, longest, strategy, truncated, dro
     counts = (found.truncated, found.dropped, found.tokens, found.unsupervised_ends, found.supervised)
     assert counts == tuple(300 * number for number in (truncated, dropped, tokens, open_ends, 5))
     assert (found.rows, found.longest, found.without_supervision) == (1500, 5, [*range(0, 1500, 5)])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_longer_than_max_length_are_left_out_where_the_recipe_says_so(tokenizer, tmp_path, packing):
+    drop = RowKeys(long_rows="drop")
+    training_args = arguments(tmp_path, max_length=3, packing=packing)
+    ready = finish(as_dataset(COUNTED), tokenizer, training_args, packing, drop)
+    rows = as_dataset(COUNTED)
+    found = audit(rows, rows, ready, tokenizer, training_args, drop)
+    assert (found.truncated, found.dropped, found.tokens, found.supervised) == (2, 2, 6, 3)
+    codes = [finding.code for finding in audit_findings(found, rows, tokenizer, training_args, drop)]
+    assert "ZR553" not in codes, "nothing is cut"
 
 
 def test_rows_that_are_in_both_splits_are_found():

@@ -382,8 +382,8 @@ def test_an_answer_that_ends_with_the_templates_own_token_ends_once(tokenizer, t
 def found_as_written(tokenizer, rows: list[dict], folder: Path, **keys: Any):
     data = Dataset.from_list(rows)
     args = arguments(folder, max_length=None, **keys)
-    args.assistant_mask = "template" if "{% generation %}" in tokenizer.chat_template else None
-    tokenised = tokenise(data, tokenizer, args)
+    mask = "template" if "{% generation %}" in tokenizer.chat_template else None
+    tokenised = tokenise(data, tokenizer, args, mask)
     return list(as_written_findings(data, tokenised, tokenizer, args, "train"))
 
 

@@ -328,10 +328,7 @@ def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
                 for key in keys.ENTRY_KEYS:
                     entry.pop(key, None)
             objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
-    trl = TrlArguments(*objects)
-    ours = {"assistant_mask": settings.assistant_mask, "long_rows": settings.long_rows}  # rows are prepared by them too
-    vars(trl.training).update({key: value for key, value in ours.items() if value not in (None, "cut")})
-    return trl
+    return TrlArguments(*objects)
 
 
 def write_resolved(

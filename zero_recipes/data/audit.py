@@ -15,6 +15,7 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Finding, finding, refusal
 from zero_recipes.core.tables import plain
 
@@ -23,6 +24,25 @@ MAX_BAD_ROW_SHARE = 0.01  # tatsu-lab/alpaca has 28 empty answers in 52,002 rows
 TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "position_ids")
 # packing strategies that go on with a long row in the next pack: nothing is cut
 SPLITTING = ("bfd_split", "wrapped")
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """What a recipe says of its rows that TRL has no key for."""
+
+    assistant_mask: str | None = None
+    long_rows: str = "cut"
+
+    @classmethod
+    def of(cls, settings: Settings) -> "RowKeys":
+        return cls(settings.assistant_mask, settings.long_rows)
+
+    def drops(self, max_length: int | None) -> bool:
+        """Whether rows longer than `max_length` are left out."""
+        return self.long_rows == "drop" and max_length is not None
+
+
+NO_KEYS = RowKeys()
 
 
 @dataclass
@@ -46,7 +66,9 @@ class Audit:
         )
 
 
-def audit(rows: Dataset, tokenised: Dataset, ready: Dataset, tokenizer: Tokenizer, training_args) -> Audit:
+def audit(
+    rows: Dataset, tokenised: Dataset, ready: Dataset, tokenizer: Tokenizer, training_args, ours: RowKeys = NO_KEYS
+) -> Audit:
     """`rows` as loaded, `tokenised` whole, `ready` as trained on (truncated, packed, dropped)."""
     batches = []
     for ids, labels, lengths in token_batches(tokenised):
@@ -59,7 +81,7 @@ def audit(rows: Dataset, tokenised: Dataset, ready: Dataset, tokenizer: Tokenize
     truncated = int((~fits).sum())
     dropped = len(lengths) - len(ready)
     if training_args.packing:
-        dropped = truncated if drops_long_rows(training_args) else 0
+        dropped = truncated if ours.drops(training_args.max_length) else 0
     return Audit(
         rows=len(lengths),
         truncated=truncated,
@@ -78,10 +100,6 @@ def supervised_tokens(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     ends = np.cumsum(lengths)
     before = np.concatenate([[0], np.cumsum(labels != -100)])  # reduceat is wrong for empty rows
     return before[ends] - before[ends - lengths]
-
-
-def drops_long_rows(training_args) -> bool:
-    return getattr(training_args, "long_rows", None) == "drop" and training_args.max_length is not None
 
 
 def skips_preparation(args) -> bool:
@@ -151,7 +169,7 @@ def _is_empty(value: str | list[dict[str, Any]], anyone: bool) -> bool:
 
 
 def audit_findings(
-    found: Audit, rows: Dataset, tokenizer: Tokenizer, training_args, split: str = "the data"
+    found: Audit, rows: Dataset, tokenizer: Tokenizer, training_args, ours: RowKeys, split: str = "the data"
 ) -> Iterator[Finding]:
     if found.empty:  # so many that they cannot be slips are an error; blank lines between texts are usual
         has_answers = not {"completion", "messages"}.isdisjoint(rows.column_names)
@@ -165,7 +183,7 @@ def audit_findings(
         yield finding("ZR512", count=count, split=split, row=row, text=str(rows[row])[:200])
     elif not found.supervised:
         yield finding("ZR513", split=split, max_length=training_args.max_length)
-    elif _cuts_long_rows(training_args) and found.truncated > max(1, MAX_BAD_ROW_SHARE * found.rows):
+    elif _cuts_long_rows(training_args, ours) and found.truncated > max(1, MAX_BAD_ROW_SHARE * found.rows):
         counts = {"rows": found.rows, "truncated": found.truncated, "dropped": found.dropped, "longest": found.longest}
         limit = training_args.max_length
         yield finding("ZR553", max_length=limit, split=split, holding=holding(found.longest), **counts)
@@ -173,10 +191,10 @@ def audit_findings(
         yield finding("ZR514", count=found.unsupervised_ends, split=split, eos_token=tokenizer.eos_token)
 
 
-def _cuts_long_rows(training_args) -> bool:
+def _cuts_long_rows(training_args, ours: RowKeys) -> bool:
     if training_args.packing and training_args.packing_strategy in SPLITTING:
         return False
-    if drops_long_rows(training_args) or skips_preparation(training_args):
+    if ours.long_rows == "drop" or skips_preparation(training_args):
         return False
     return training_args.max_length is not None
 

@@ -24,23 +24,23 @@ ANSWER = "zero recipes"  # a text that no template changes
 NO_LOSS = -100
 
 
-def tokenise(rows: Rows, tokenizer: Tokenizer, training_args) -> Rows:
+def tokenise(rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None = None) -> Rows:
     """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
 
     By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied.
     """
-    tokenised = tokenise_as_written(rows, tokenizer, training_args)
+    tokenised = tokenise_as_written(rows, tokenizer, training_args, assistant_mask)
     return with_single_markers(rows, tokenised, tokenizer)[0]
 
 
-def tokenise_as_written(rows: Rows, tokenizer: Tokenizer, training_args) -> Rows:
+def tokenise_as_written(rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None) -> Rows:
     """`tokenise`, with markers that stand twice."""
     whole = copy.copy(training_args)
     whole.max_length = None
     whole.shuffle_dataset = False
     if isinstance(rows, Dataset):
         whole.dataset_num_proc = workers(len(rows), training_args.dataset_num_proc)
-    how = mask_by(rows, tokenizer, whole)
+    how = mask_by(rows, tokenizer, whole, assistant_mask)
     template = None
     if how is not None:
         rows = _with_masks(rows, how, tokenizer, whole)
@@ -67,11 +67,13 @@ def _in_parallel(rows: Rows, training_args) -> dict[str, Any]:
 # It ends with the first special token that the template writes after an answer.
 
 
-def mask_by(rows: Rows, tokenizer: Tokenizer, training_args) -> str | None:
-    """How the assistant's tokens are found: "turn" or "answer"; None where TRL does it, or none is needed."""
+def mask_by(rows: Rows, tokenizer: Tokenizer, training_args, named: str | None = None) -> str | None:
+    """How the assistant's tokens are found: "turn" or "answer"; None where TRL does it, or none is needed.
+
+    `named`: the recipe's assistant_mask.
+    """
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-    named = getattr(training_args, "assistant_mask", None)
     template = tokenizer.chat_template
     if not training_args.assistant_only_loss or not template or named == "template":
         return None

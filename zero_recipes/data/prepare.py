@@ -41,7 +41,7 @@ from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data import as_written, forms, load, masks
 from zero_recipes.data import audit as audits
 from zero_recipes.data.as_written import as_written_findings
-from zero_recipes.data.audit import Audit
+from zero_recipes.data.audit import NO_KEYS, Audit, RowKeys
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.engine import huggingface
 from zero_recipes.engine.group import once_per_node
@@ -63,8 +63,6 @@ _READ_OF_ARGUMENTS = (
     "dataset_text_field",
     # here
     "dataset_kwargs",
-    "assistant_mask",
-    "long_rows",
 )
 _VERSIONS = ("trl", "transformers", "datasets")
 # our own code that makes rows
@@ -133,22 +131,23 @@ def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer) -> Pre
 
 def _stream(settings: Settings, training_args, tokenizer) -> tuple[load.Rows, Dataset | None]:
     """Training rows, tokenised as they come, and evaluation rows."""
-    if audits.drops_long_rows(training_args):
+    if RowKeys.of(settings).drops(training_args.max_length):
         raise refusal("ZR896")
     train, evaluation, _ = load.load_rows(settings)
     if evaluation is not None:  # whole, in memory: of a stream's shares that differ in length ranks wait for others
         evaluation = Dataset.from_list(list(evaluation), features=evaluation.features)
     if not audits.skips_preparation(training_args):
         templated = load.apply_chat_template_file(tokenizer, settings)
-        train = _tokenised(train, templated, training_args)
+        train = _tokenised(train, templated, settings, training_args)
         if evaluation:
-            evaluation = _tokenised(evaluation, templated, training_args)
+            evaluation = _tokenised(evaluation, templated, settings, training_args)
         training_args.assistant_only_loss = False
     return train, evaluation
 
 
-def _tokenised(rows: load.Rows, tokenizer, training_args) -> load.Rows:
-    return masks.tokenise(rows, tokenizer, training_args).select_columns(["input_ids", "labels"])
+def _tokenised(rows: load.Rows, tokenizer, settings: Settings, training_args) -> load.Rows:
+    tokenised = masks.tokenise(rows, tokenizer, training_args, settings.assistant_mask)
+    return tokenised.select_columns(["input_ids", "labels"])
 
 
 def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozenset[str]) -> dict:
@@ -157,7 +156,8 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
     The findings are not downgraded: other runs ignore others. Of errors not ignored nothing is kept.
     """
     data = read_data(settings, tokenizer)
-    folder = _folder(data, training_args) if isinstance(data.train, Dataset) else None
+    ours = RowKeys.of(settings)
+    folder = _folder(data, training_args, ours) if isinstance(data.train, Dataset) else None
     if folder is not None and (folder / "audit.json").is_file():
         made = json.loads((folder / "audit.json").read_text())
         findings = [Finding(**finding) for finding in made["findings"]]
@@ -169,12 +169,12 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
         made = {
             "audit": asdict(splits[0].audit),
             "findings": [asdict(finding) for finding in findings],
-            "shown": [recognised(data, splits[0]), shown_rows(data, splits[0], training_args)],
+            "shown": [recognised(data, splits[0]), shown_rows(data, splits[0], training_args, ours.assistant_mask)],
             "data_sha256": data_sha256(splits[0].ready),
         }
         if folder is not None:
             _keep(folder, [split.ready for split in splits], made)
-    samples = with_tokens(data.samples, data.tokenizer, training_args)
+    samples = with_tokens(data.samples, data.tokenizer, training_args, ours.assistant_mask)
     return made | {"folder": folder and str(folder), "samples": [asdict(sample) for sample in samples]}
 
 
@@ -191,12 +191,12 @@ def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
     return Data(rows, evaluation, samples, tokenizer, found)
 
 
-def finish(tokenised: Dataset, tokenizer: Tokenizer, training_args, packing: bool) -> Dataset:
+def finish(tokenised: Dataset, tokenizer: Tokenizer, training_args, packing: bool, ours: RowKeys = NO_KEYS) -> Dataset:
     """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
 
     Packed by one process: TRL 1.16 packs within one worker's share, so that packs would depend on their number.
     """
-    if audits.drops_long_rows(training_args):
+    if ours.drops(training_args.max_length):
         fits = audits.row_lengths(tokenised) <= training_args.max_length
         tokenised = tokenised.select(np.flatnonzero(fits))
     args = copy.copy(training_args)
@@ -213,12 +213,14 @@ def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[
     """
     name = settings.dataset_train_split
     rows = _start_of(data.train, name)
-    train, findings = prepare_split(rows, data.tokenizer, training_args, training_args.packing, name)
+    ours = RowKeys.of(settings)
+    train, findings = prepare_split(rows, data.tokenizer, training_args, training_args.packing, ours, name)
     if data.evaluation is None:
         return [train], findings
     name = settings.dataset_test_split
     rows = _start_of(data.evaluation, name)
-    evaluation, found = prepare_split(rows, data.tokenizer, training_args, _eval_packing(training_args), name)
+    packing = _eval_packing(training_args)
+    evaluation, found = prepare_split(rows, data.tokenizer, training_args, packing, ours, name)
     findings += [finding for finding in found if finding not in findings]
     findings += audits.overlap_findings(train.tokenised, evaluation.tokenised, name)
     return [train, evaluation], findings
@@ -238,7 +240,12 @@ def _start_of(rows: load.Rows, split: str) -> Dataset:
 
 
 def prepare_split(
-    rows: Dataset, tokenizer: Tokenizer, training_args, packing: bool, split: str = "the data"
+    rows: Dataset,
+    tokenizer: Tokenizer,
+    training_args,
+    packing: bool,
+    ours: RowKeys = NO_KEYS,
+    split: str = "the data",
 ) -> tuple[Split, list[Finding]]:
     """One split, and what is wrong with it. Raises Refusal."""
     with library_error_as_finding(f"tokenizing the rows of {split}"):
@@ -247,14 +254,14 @@ def prepare_split(
         if audits.skips_preparation(training_args):
             tokenised = ready = rows
         else:
-            tokenised = masks.tokenise_as_written(rows, tokenizer, training_args)
+            tokenised = masks.tokenise_as_written(rows, tokenizer, training_args, ours.assistant_mask)
             tokenised, doubled = masks.with_single_markers(rows, tokenised, tokenizer)
             if doubled:
                 findings.append(_doubled_markers(doubled, len(rows), tokenizer, split))
             findings += as_written_findings(rows, tokenised, tokenizer, training_args, split)
-            ready = finish(tokenised, tokenizer, training_args, packing)
-    found = audits.audit(rows, tokenised, ready, tokenizer, training_args)
-    findings += audits.audit_findings(found, rows, tokenizer, training_args, split)
+            ready = finish(tokenised, tokenizer, training_args, packing, ours)
+    found = audits.audit(rows, tokenised, ready, tokenizer, training_args, ours)
+    findings += audits.audit_findings(found, rows, tokenizer, training_args, ours, split)
     return Split(rows, tokenised, ready, found), findings
 
 
@@ -272,7 +279,9 @@ def recognised(data: Data, split: Split) -> list[str]:
     return lines
 
 
-def shown_rows(data: Data, split: Split, training_args) -> list[tuple[int, list[tuple[str, bool]]]]:
+def shown_rows(
+    data: Data, split: Split, training_args, assistant_mask: str | None
+) -> list[tuple[int, list[tuple[str, bool]]]]:
     """Three rows, or of several forms one each, as (number, [(text, whether it has a loss)])."""
     examples = [form.example for form in data.forms if form.example is not None]
     if len(examples) < 2:
@@ -280,7 +289,8 @@ def shown_rows(data: Data, split: Split, training_args) -> list[tuple[int, list[
     shown = []
     for example in examples:
         row = Dataset.from_list([example], on_mixed_types="use_json")
-        shown += audits.shown_rows(masks.tokenise(row, data.tokenizer, training_args), data.tokenizer)
+        tokenised = masks.tokenise(row, data.tokenizer, training_args, assistant_mask)
+        shown += audits.shown_rows(tokenised, data.tokenizer)
     return shown
 
 
@@ -299,9 +309,10 @@ def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
         shutil.rmtree(part)
 
 
-def _folder(data: Data, training_args) -> Path:
+def _folder(data: Data, training_args, ours: RowKeys) -> Path:
     """Where prepared rows are kept: a hash over all that makes them."""
     known = {name: getattr(training_args, name, None) for name in _READ_OF_ARGUMENTS}
+    known |= vars(ours)
     known["seed"] = training_args.seed if training_args.shuffle_dataset else None
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
     known["train"] = huggingface.fingerprint(data.train)
@@ -369,7 +380,8 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
     )
     args = recipes.trl_arguments(settings, path).training
     data = read_data(settings, load.load_tokenizer(settings))
-    folder = _folder(data, args)
+    ours = RowKeys.of(settings)
+    folder = _folder(data, args, ours)
     count = len(data.train)
     evaluates = settings.evaluates and isinstance(data.evaluation, Dataset)
     evaluated = None
@@ -379,23 +391,23 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
             evaluated = _evaluated(kept["eval"], args)
         found = _of_prepared(kept["train"], f"all {count:,} rows, as prepared by an earlier run")
         return replace(found, evaluated=evaluated)
-    chosen, ready = _some(data.train, data, args, args.packing)
+    chosen, ready = _some(data.train, data, args, args.packing, ours)
     if evaluates:
-        _, some = _some(data.evaluation, data, args, _eval_packing(args))
+        _, some = _some(data.evaluation, data, args, _eval_packing(args), ours)
         evaluated = _evaluated(some, args)
     epoch = round(len(ready) * count / len(chosen))
     whole = f"all {count:,} rows" if len(chosen) == count else f"{len(chosen):,} of {count:,} rows"
     return replace(_of_prepared(ready, f"{whole} tokenised"), epoch=epoch, evaluated=evaluated)
 
 
-def _some(rows: Dataset, data: Data, args, packing: bool) -> tuple[Dataset, Dataset]:
+def _some(rows: Dataset, data: Data, args, packing: bool, ours: RowKeys) -> tuple[Dataset, Dataset]:
     """At most PLANNED_ROWS of the rows, and what is made of them."""
     step = math.ceil(len(rows) / PLANNED_ROWS)
     chosen = rows.select(range(0, len(rows), step or 1))
     if audits.skips_preparation(args):
         return chosen, chosen
-    tokenised = masks.tokenise(chosen, data.tokenizer, args)
-    return chosen, finish(tokenised, data.tokenizer, args, packing)
+    tokenised = masks.tokenise(chosen, data.tokenizer, args, ours.assistant_mask)
+    return chosen, finish(tokenised, data.tokenizer, args, packing, ours)
 
 
 def _evaluated(ready: Dataset, args) -> tuple[int, int]:

@@ -125,7 +125,9 @@ def _text(value: Any) -> str:
     return str(value).encode().decode()
 
 
-def with_tokens(samples: list[Sample], tokenizer: Tokenizer, training_args) -> list[Sample]:
+def with_tokens(
+    samples: list[Sample], tokenizer: Tokenizer, training_args, assistant_mask: str | None = None
+) -> list[Sample]:
     """The samples with the tokens of prompt and answer as a training row has them, truncated as one.
 
     A tokenizer may write a word otherwise at a text's beginning than behind the prompt (SentencePiece's space mark).
@@ -142,7 +144,8 @@ def with_tokens(samples: list[Sample], tokenizer: Tokenizer, training_args) -> l
             if sample.row is not None and sample.templated == templated:
                 rows.append(sample.row | {"sample": number})
         if rows:
-            tokenised = tokenise(Dataset.from_list(rows, on_mixed_types="use_json"), tokenizer, single)
+            asked = Dataset.from_list(rows, on_mixed_types="use_json")
+            tokenised = tokenise(asked, tokenizer, single, assistant_mask)
             for row in prepare_dataset(tokenised, tokenizer, single, packing=False):
                 found[row["sample"]] = {"ids": tuple(row["input_ids"]), "labels": tuple(row["labels"])}
     return [replace(sample, row=None, **found.get(number, {})) for number, sample in enumerate(samples)]

@@ -230,7 +230,7 @@ def read_questions(target: Target, tokenizer: Tokenizer) -> list[Sample]:
     samples = choose_samples(prompts, rows, settings.dataset_format, tokenizer, settings.dataset_test_split)
     if not samples:
         raise refusal("ZR570", folder=target.folder)
-    return with_tokens(samples, tokenizer, training_args)
+    return with_tokens(samples, tokenizer, training_args, settings.assistant_mask)
 
 
 def answers_of_both(

@@ -111,5 +111,5 @@ def data_findings(run) -> list:
     for line in prepare.recognised(data, train):
         print(f"recognized    {line}")
     print(train.audit)
-    audit.show_rows(prepare.shown_rows(data, train, training_args), terminal())
+    audit.show_rows(prepare.shown_rows(data, train, training_args, settings.assistant_mask), terminal())
     return downgraded(findings, ignored_codes(settings.ignore))
