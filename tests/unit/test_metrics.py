@@ -18,10 +18,12 @@ from torch import distributed
 from tests.helpers.ending_cases import strict
 from tests.helpers.report_runs import PARAMETERS, on_cpu
 from tests.helpers.tiny import ROOT
-from zero_recipes.core.findings import UNFINISHED, Finding, PeerFailed, Refusal
+from zero_recipes.core import findings
+from zero_recipes.core.findings import REFUSAL_FILE, UNFINISHED, Finding, PeerFailed, Refusal, print_ending
 from zero_recipes.core.process import PhaseClock
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.failure import (
+    REFUSAL,
     RankFailure,
     cause_of,
     failed_row,
@@ -279,13 +281,17 @@ def test_the_signal_that_ended_a_worker(tmp_path, exit_code, table, name):
     assert row.status == "failed" and row.failure.signal == name
 
 
-def test_a_refusal_that_only_the_launchers_closing_table_holds(tmp_path):
-    """torchrun stops rank 0 (SIGTERM) when rank 1 has refused first: seen on a busy machine."""
-    table = "Failures:\n  exitcode  : -15 (pid: 7)  (SIGTERM)\n  traceback : Signal 15 (SIGTERM) received by PID 7\n"
-    table += "  exitcode  : 2 (pid: 8)\n  traceback : refused: a [ZR211]\n      why: b\n     fix: c\n====\n"
-    row = failed_row(tmp_path, "zero1", 1, table)
-    assert (row.status, row.error) == ("refused", "refused: a [ZR211] why: b fix: c")
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_refusal_is_told_to_who_launched_the_run(tmp_path, monkeypatch, rank):
+    """By any rank: torchrun stops rank 0 (SIGTERM) when rank 1 has refused first."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv(REFUSAL_FILE, str(tmp_path / REFUSAL))
+    monkeypatch.setattr(findings, "wait_for_rank_0", lambda seconds: None)
+    assert print_ending(Refusal([Finding("ZR211", "a", "b", "c"), Finding("ZR212", "d", "e", "f")])) == 2
+    row = failed_row(tmp_path, "zero1", 1, "exitcode  : -9 (pid: 7)")
+    assert row.status == "refused" and "fix: f" in row.error
     assert (row.failure.code, row.failure.reason) == ("ZR211", "a")
+    assert failed_row(tmp_path, "zero1", 1, "").status == "failed", "it is of one run alone"
 
 
 def run_in(folder, checkpoint=None) -> SimpleNamespace:

@@ -13,9 +13,10 @@ import traceback
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from zero_recipes.core.files import package_yaml
+from zero_recipes.core.files import package_yaml, write_json
 from zero_recipes.core.process import rank, wait_for_rank_0
 
 # exit codes
@@ -25,6 +26,7 @@ PREEMPTED = os.EX_TEMPFAIL  # 75
 UNFINISHED = "the run has not finished"  # in the metrics.json of one that is alive, or was killed
 PRINT_SECONDS = 20.0
 LONGEST_MESSAGE = 600  # characters of a library's message in a finding; --traceback shows all of it
+REFUSAL_FILE = "ZERO_RECIPES_REFUSAL_FILE"  # in the environment: where a refused run says so to who launched it
 PARTS = ("what", "why", "fix")  # of a finding's text
 # by the first digit of a code
 AREAS = {
@@ -229,6 +231,10 @@ def print_ending(ending: Exception, tracebacks: bool = False) -> int:
     for text in texts:
         print(text, file=sys.stderr, flush=True)
     _tell_launcher(message)
+    refusal_file = os.environ.get(REFUSAL_FILE)
+    if refusal_file and isinstance(ending, Refusal):
+        first = ending.findings[0]
+        write_json(Path(refusal_file), {"code": first.code, "reason": first.what, "error": message})
     if rank() and not texts:
         wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
     if isinstance(ending, Refusal):

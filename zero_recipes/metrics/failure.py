@@ -1,6 +1,7 @@
 """What a failing rank leaves behind, without any collective: failure.rankN.json; and how the files become one row."""
 
 import contextlib
+import json
 import re
 import signal
 import time
@@ -13,6 +14,7 @@ from zero_recipes.core.findings import PeerFailed
 from zero_recipes.core.process import rank
 from zero_recipes.metrics import schema
 
+REFUSAL = "refusal.json"  # of a run that is launched with REFUSAL_FILE; read once
 # messages about a peer that has ended, by gloo, NCCL, the store and Linux
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 ECHOES += ("gloo/transport", "NCCL error", "NCCL communicator was aborted", "DistNetworkError", "DistStoreError")
@@ -131,6 +133,12 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> sch
     row = schema.Metrics.read(path) if path.is_file() else not_begun(strategy, strategy)
     if row.status == "preempted":
         return row
+    refusal = output_dir / REFUSAL
+    if refusal.is_file():
+        said = json.loads(refusal.read_text())
+        refusal.unlink()
+        failure = schema.Failure(phase="startup", code=said["code"], reason=said["reason"])
+        return row.model_copy(update={"status": "refused", "error": said["error"], "failure": failure})
     cause = cause_of(output_dir)
     killed_by = signal_in(exit_code, log)
     if killed_by is not None and (cause is None or cause.status != "oom"):
@@ -141,15 +149,10 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> sch
         return row.model_copy(update={"status": "failed", "error": error, "failure": failure})
     if cause is not None:
         return _ended(row, cause)
-    # a launcher that sees another rank end first stops rank 0 before it speaks; the closing table then has the message
-    lines = [line.strip().removeprefix("traceback : ") for line in log.splitlines() if line.strip()]
-    for number, line in enumerate(lines):
-        if line.startswith("refused: "):
-            message = " ".join(lines[number : number + 3])
-            return row.model_copy(update={"status": "refused", "error": message, "failure": _refusal_in(message)})
     error = f"exit code {exit_code}"
-    if lines:
-        error += f": {lines[-1]}"
+    said = log.strip()
+    if said:
+        error += f": {said.splitlines()[-1].strip()}"
     return row.model_copy(update={"status": "failed", "error": error, "failure": schema.Failure(phase="unknown")})
 
 
@@ -163,15 +166,6 @@ def signal_in(exit_code: int, log: str) -> str | None:
         if number in known and number != signal.SIGTERM:  # with SIGTERM the launcher has ended the others
             return signal.Signals(number).name
     return None
-
-
-def _refusal_in(message: str) -> schema.Failure:
-    """Code and reason of a refusal, from what a rank printed: a refused run leaves no file."""
-    what = message.removeprefix("refused: ").partition(" why: ")[0].strip()
-    code = re.search(r" \[(ZR\d{3})\]", what)
-    if code is None:
-        return schema.Failure(phase="startup", reason=what)
-    return schema.Failure(phase="startup", code=code[1], reason=what.replace(code[0], ""))
 
 
 def _ended(row: schema.Metrics, cause: RankFailure) -> schema.Metrics:

@@ -28,11 +28,11 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import at_hand, write_json, write_text
-from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
+from zero_recipes.core.findings import REFUSAL_FILE, Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.tables import plain, terminal, working
 from zero_recipes.engine.warnings import quieten
-from zero_recipes.metrics.failure import failed_row, not_begun
+from zero_recipes.metrics.failure import REFUSAL, failed_row, not_begun
 from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file
 from zero_recipes.metrics.schema import FILE, Metrics
 from zero_recipes.tools.report.read import short_names, value_text
@@ -161,6 +161,7 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
     """(exit code, the log's last 400 lines). The whole log goes to folder/log.txt."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
+    environment[REFUSAL_FILE] = str((folder / REFUSAL).resolve())
     with open(folder / "log.txt", "w") as log, working(f"{label}: starting", console) as say:
         log.write(" ".join(command) + "\n")
         child = subprocess.Popen(
