@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 lose nothing, whatever the run does just then, and the same command goes on: also over another
+"""SIGTERM, SIGUSR1 and Ctrl-C lose nothing, whatever the run does just then, and the same command goes on: also over another
 number of processes."""
 
 import json
@@ -17,7 +17,7 @@ SAMPLED |= {"dataset_test_split": "test"}
 # one after another: (where, its how manieth call, on which rank), and the step that is saved then
 SIGNALS = [("training_step", 5, 1, 3), ("_save_rng_state", 1, 0, 5), ("prediction_step", 7, 1, 7)]
 SIGNALS = [[*SIGNALS, ("generate_texts", 1, 0, 7)], [("prediction_step", 2, 1, 5)]]
-NAMES = ("SIGTERM", "SIGUSR1")
+NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 
 def kept(out: Path) -> tuple:
@@ -44,7 +44,7 @@ def test_signals_in_every_phase_then_the_same_command(two, undisturbed, tmp_path
     (recipe, whole), out = undisturbed, tmp_path / "out"
     argv = arguments(recipe, "zero2", out)
     for place, number, rank, step in signals:
-        sent = {"place": place, "number": number, "rank": rank, "name": NAMES[rank]}
+        sent = {"place": place, "number": number, "rank": rank, "name": NAMES[(number + step) % 3]}
         endings = two.run(ending_cases.train_signalled, argv=argv, **sent)
         assert f"it is saved as {out}/checkpoint-{step}." in endings[0] and endings[0] == endings[1], place
         assert json.loads((out / "metrics.json").read_text())["status"] == "preempted"

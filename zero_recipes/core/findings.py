@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -23,6 +24,7 @@ from zero_recipes.core.process import rank, wait_for_rank_0
 FAILED = 1
 REFUSED = 2
 PREEMPTED = os.EX_TEMPFAIL  # 75
+INTERRUPTED = 128 + signal.SIGINT
 UNFINISHED = "the run has not finished"  # in the metrics.json of one that is alive, or was killed
 PRINT_SECONDS = 20.0
 LONGEST_MESSAGE = 600  # characters of a library's message in a finding; --traceback shows all of it
@@ -214,8 +216,12 @@ def raise_errors(findings: list[Finding]) -> None:
         raise Refusal(findings)
 
 
-def print_ending(ending: Exception, tracebacks: bool = False) -> int:
+def print_ending(ending: BaseException, tracebacks: bool = False) -> int:
     """Print why a run ends, each finding on the ranks of its scope. Returns the exit code of every rank."""
+    if isinstance(ending, KeyboardInterrupt):
+        if rank() == 0:
+            print("ended by Ctrl-C", file=sys.stderr, flush=True)
+        return INTERRUPTED
     if isinstance(ending, Refusal):
         message = str(ending)
         mine = [finding for finding in ending.findings if _prints(finding.scope)]

@@ -18,7 +18,9 @@ import psutil
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 END_SECONDS = 60.0  # for threads and exit handlers of libraries, once a run is over
 PHASES = ("startup", "data", "model", "train", "eval", "save")
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)  # of a machine that is taken back; SLURM sends the second
+# of a machine that is taken back (SLURM sends the second), and Ctrl-C
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+AGAIN = b"\nCtrl-C: the run ends after this step, and saves. Press it again to end at once.\n"
 
 
 def rank() -> int:
@@ -75,10 +77,20 @@ _signals: list[int] = []  # of STOPPING, that have come
 
 
 def remember_signals(remembered: bool) -> None:
-    """Whether SIGTERM and SIGUSR1 are remembered (`signalled`), from now on, or end this process as usual."""
+    """Whether STOPPING are remembered (`signalled`), from now on, or end this process as usual."""
     _signals.clear()
     for number in STOPPING:
-        signal.signal(number, (lambda number, _: _signals.append(number)) if remembered else signal.SIG_DFL)
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, _remember if remembered else usual)
+
+
+def _remember(number: int, _) -> None:
+    """Raises KeyboardInterrupt after a Ctrl-C: launchers hand on a second one as SIGTERM."""
+    if signal.SIGINT in _signals:
+        raise KeyboardInterrupt
+    _signals.append(number)
+    if number == signal.SIGINT and rank() == 0:
+        os.write(sys.stderr.fileno(), AGAIN)  # `print` may be what is interrupted
 
 
 def signalled() -> bool:

@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv, __doc__)
     try:
         return arguments.func(arguments)
-    except (Refusal, RunFailed) as ending:
+    except (Refusal, RunFailed, KeyboardInterrupt) as ending:
         return print_ending(ending, with_traceback)
     except OSError as error:  # a path of the command line: no such file, no folder, not to be read or written
         return print_ending(refusal("ZR352", error=error), with_traceback)

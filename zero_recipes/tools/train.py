@@ -7,7 +7,7 @@ import shutil
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, file_named, read_accelerate_file
 from zero_recipes.core.files import FILES, at_hand
-from zero_recipes.core.findings import FAILED, PREEMPTED, REFUSED, library_error_as_finding, refusal
+from zero_recipes.core.findings import FAILED, INTERRUPTED, PREEMPTED, REFUSED, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import STOPPING
 
@@ -76,6 +76,8 @@ def train(arguments: argparse.Namespace) -> int:
         except ChildFailedError as error:  # each rank has printed why
             return _exit_code({failure.exitcode for failure in error.failures.values()})
         except SignalException as error:
+            if isinstance(error.__context__, SignalException):  # a second Ctrl-C
+                return INTERRUPTED
             return PREEMPTED if error.sigval in STOPPING else 128 + error.sigval
     return 0
 

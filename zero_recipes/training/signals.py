@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: what they cut short, and what is then left for the run that goes on."""
+"""SIGTERM, SIGUSR1 and Ctrl-C: what they cut short, and what is then left for the run that goes on."""
 
 import torch
 
