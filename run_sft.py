@@ -62,6 +62,7 @@ def train(run, clock: PhaseClock | None = None):
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (Exception, KeyboardInterrupt) as ending:  # the interpreter's own end may wait in NCCL for ranks that are in a collective
+    except (Exception, KeyboardInterrupt) as ending:
+        # the interpreter's own end may wait in NCCL for ranks that are in a collective
         leave(print_ending(ending, tracebacks="--traceback" in sys.argv))
     leave(0)

@@ -1,5 +1,5 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C lose nothing, whatever the run does just then, and the same command goes on: also over another
-number of processes."""
+"""SIGTERM, SIGUSR1 and Ctrl-C lose nothing, whatever the run does just then, and the same command goes on: also over
+another number of processes."""
 
 import json
 from pathlib import Path
