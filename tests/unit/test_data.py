@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.helpers.bad_data import BASE, CHATML, arguments, lines, parquet, prepared, written
+from tests.helpers.bad_data import BASE, CHATML, CHATS, arguments, lines, parquet, prepared, written
 from tests.helpers.faults import Side
 from tests.helpers.tiny import settings_with
 from tests.helpers.tools import refusal_of
@@ -321,6 +321,16 @@ def test_check_data_shows_the_table_and_three_rows(monkeypatch, capsys, tmp_path
     assert cli.main(["check", "recipe.yaml", "--data"]) == 0
     shown = capsys.readouterr().out
     assert "supervised; " in shown and shown.count("The fish says") == 3
+
+
+@pytest.mark.parametrize("template, fits", [(None, False), ("chatml", True), ("llama3", True)])
+def test_check_knows_whether_turns_have_a_template(monkeypatch, capsys, tmp_path, template, fits):
+    side = Side(recipe="dataset_name: chats.jsonl\n", files={"chats.jsonl": lines(CHATS).decode()})
+    argv = side.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    named = ["--chat_template_path", template] if template else []
+    assert cli.main(["check", argv[0], "--dataset_format", "null", "--eval_strategy", "no", *named]) == 2 * (not fits)
+    assert ("[ZR890]" in capsys.readouterr().out) != fits
 
 
 def as_dataset(rows: list[dict], kind: str = "int64") -> Dataset:

@@ -328,6 +328,19 @@ def test_a_csv_file_holds_texts(tmp_path):
     assert answers == [f"{answer}{END}\n" for answer in ("02101", "2020-01-01", "NA", "true")]
 
 
+@pytest.mark.parametrize("name, separator", [("train.csv", ";"), ("train.tsv", "\t")])
+def test_csv_files_have_the_separator_of_their_header(tmp_path, name, separator):
+    content = f"question{separator}answer\nOne, two?{separator}Three.\n".encode()
+    if name.endswith("tsv"):  # a single file: `load_dataset` knows a folder's by their names
+        file = tmp_path / name
+        file.write_bytes(content)
+    else:
+        file = written(tmp_path, {name: content})
+    ((_, parts),) = prepared(file, TEMPLATE, output_dir=str(tmp_path / "out")).shown[1][:1]
+    text = "".join(text for text, _ in parts)
+    assert "One, two?" in text and "Three." in text
+
+
 def test_numbers_that_may_have_been_texts_are_refused_by_their_column(tmp_path):
     (found,) = found_in(written(tmp_path, {"train.jsonl": lines([{"question": "Zip?", "answer": 2101}] * 3)}))
     assert found.code == "ZR526" and "the column answer of train holds values of the type int64" in found.what

@@ -18,6 +18,7 @@ FORMATS = {
     ".json": "json",
     ".ndjson": "json",
     ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
 }
 # of an entry of `datasets`, besides TRL's; its `columns` may be a mapping

@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, Self
@@ -195,6 +196,7 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
         found = at_hand(values[key] or "")
         if found.is_relative_to(FILES):
             values[key] = str(found)
+    values["chat_template_path"] = _chat_template(values["chat_template_path"])
     values |= dict.fromkeys(unset)
     for key in MAPPINGS:
         values[key] = decoded(values[key])
@@ -206,6 +208,17 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     raise_errors(findings)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return Recipe(path=path, settings=Settings(values), explicit=MappingProxyType(explicit), sha256=digest)
+
+
+def _chat_template(named: str | None) -> str | None:
+    """The file of a template that TRL or this package brings under that name; else what is named."""
+    if named is None or os.path.exists(named):
+        return named
+    for package, folder in (("trl", "chat_templates"), ("zero_recipes.data", "templates")):
+        file = resources.files(package).joinpath(folder, f"{named}.jinja")
+        if file.is_file():
+            return str(file)
+    return named
 
 
 def _merged(mapping: dict[str, Any], overrides: list[str], known: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:

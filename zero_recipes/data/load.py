@@ -55,6 +55,9 @@ PADDING_TOKENS = (
 )
 
 
+SEPARATORS = ",;\t"  # of CSV files: the one that the header has most of
+
+
 class MissingSplit(Refusal):
     """The data has no split of the name that the recipe gives."""
 
@@ -146,28 +149,30 @@ def _loaded(source: dict[str, Any], split: str | None, streaming: bool) -> Any:
     A CSV file holds texts: pandas would make the number 2101 of the text 02101, and nothing of the text NA.
     """
     read_texts_as_texts()
-    options = {}
-    columns = _csv_columns(source)
-    if columns is not None:
-        options["features"] = Features(dict.fromkeys(columns, Value("string")))
-        options["keep_default_na"] = False
-    return load_dataset(**source, split=split, streaming=streaming, **options)
+    return load_dataset(**source, split=split, streaming=streaming, **_csv_options(source))
 
 
-def _csv_columns(source: dict[str, Any]) -> list[str] | None:
-    """The header of CSV files that are here; None of other data.
+def _csv_options(source: dict[str, Any]) -> dict[str, Any]:
+    """How pandas reads CSV files that are here: by the header of the first; empty for other data.
 
     Refuses records that have more fields: pandas makes an index of the first ones, and every column moves.
     """
     if not os.path.exists(str(source["path"])) and source["path"] not in packaged_formats():
-        return None  # of the hub, which would be asked twice
+        return {}  # of the hub, which would be asked twice
     files = [file for file in _local_files([source]) if file.removesuffix(".gz").endswith((".csv", ".tsv"))]
     if not files:
-        return None
-    head = pandas.read_csv(files[0], nrows=1, dtype=str)
+        return {}
+    with fsspec.open(files[0], "rt", compression="infer", encoding="utf-8-sig") as lines:
+        header = lines.readline()
+    separator = max(SEPARATORS, key=header.count)
+    head = pandas.read_csv(files[0], nrows=1, dtype=str, sep=separator)
     if not isinstance(head.index, pandas.RangeIndex):
         raise _unknown_columns(files[0], head.columns, "as many fields in a record as the CSV header has")
-    return list(head.columns)
+    return {
+        "features": Features(dict.fromkeys(head.columns, Value("string"))),
+        "keep_default_na": False,
+        "sep": separator,
+    }
 
 
 def _no_rows(split: str) -> Refusal:
@@ -234,6 +239,8 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
 def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
     """Look at the first rows of the data: is it there, with the splits and columns that the recipe names?
 
+    And is there a chat template for turns?
+
     `asks_hub`: data of the hub is looked at too, which takes seconds.
     """
     paths = [entry["path"] for entry in settings.datasets] or [settings.dataset_name]
@@ -248,7 +255,27 @@ def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
         datasets=[_streamed(entry) for entry in settings.datasets],
     )
     with single_process_env(), reading([{"path": path} for path in paths]):
-        load_rows(as_stream)
+        _, _, found = load_rows(as_stream)
+    template = settings.chat_template_path
+    if template is not None and not os.path.exists(template) and not asks_hub:
+        return
+    tokenizer = None
+    with contextlib.suppress(Exception):  # it is not at hand, or wrong: the run asks for it
+        tokenizer = AutoTokenizer.from_pretrained(
+            settings.model_name_or_path,
+            revision=settings.model_revision,
+            trust_remote_code=settings.trust_remote_code,
+            local_files_only=not asks_hub,
+        )
+    if tokenizer is not None:
+        refuse_turns_without_template(found, apply_chat_template_file(tokenizer, settings))
+
+
+def refuse_turns_without_template(found: list[Form], tokenizer: Tokenizer) -> None:
+    """`tokenizer`: with the recipe's chat template."""
+    for form in found:
+        if form.turns and not tokenizer.chat_template:
+            raise refusal("ZR890", form=form.description)
 
 
 def _streamed(entry: Mapping[str, Any]) -> dict[str, Any]:

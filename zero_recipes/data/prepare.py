@@ -182,9 +182,7 @@ def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
     """What a recipe names, nothing tokenised yet. Raises Refusal."""
     tokenizer = load.apply_chat_template_file(tokenizer, settings)
     rows, evaluation, found = load.load_rows(settings)
-    for form in found:
-        if form.turns and not tokenizer.chat_template:
-            raise refusal("ZR890", form=form.description)
+    load.refuse_turns_without_template(found, tokenizer)
     prompts = rows_to_ask(settings.sample_prompts, evaluation, settings)
     split = settings.dataset_test_split
     samples = choose_samples(settings.sample_prompts, prompts, settings.dataset_format, tokenizer, split)

@@ -6,7 +6,7 @@ import re
 import shlex
 
 from zero_recipes.config import recipe as recipes
-from zero_recipes.core.findings import downgraded, finding, ignored_codes, shown
+from zero_recipes.core.findings import collected, downgraded, finding, ignored_codes, shown
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.core.process import local_world_size
 from zero_recipes.core.tables import terminal, working
@@ -47,7 +47,10 @@ def check(arguments: argparse.Namespace) -> int:
     if launch_file is not None:
         findings += file_findings(launch_file)
     if run is not None and arguments.data:
-        findings += data_findings(run)
+        audited: list = []
+        with collected(audited):
+            audited += data_findings(run)
+        findings += [found for found in audited if found not in findings]
     errors = sum(found.level == "error" for found in findings)
     warnings = len(findings) - errors
     answer = "cannot run" if errors else "can run"
