@@ -66,8 +66,8 @@ def ds_config(config: dict, offload: str | None = None, stage: int = 2) -> DsCon
     return DsConfig(config | {"zero_optimization": zero | config.get("zero_optimization", {})})
 
 
-def run_of(settings, device="cuda", stage=2, world=2, output_dir="out", offload=None, **changes) -> Run:
+def run_of(settings, device="cuda", stage=2, world=2, output_dir="out", offload=None, config=None, **changes) -> Run:
     name = "ddp" if stage is None else f"zero{stage}"
-    config = None if stage is None else ds_config({}, offload, stage)
-    strategy = Strategy(name, world, config, "c.json")
-    return Run(None, settings.replace(output_dir=str(output_dir), **changes), {}, strategy, device, {})
+    deepspeed = None if stage is None else ds_config({}, offload, stage)
+    strategy = Strategy(name, world, deepspeed, "c.json")
+    return Run(None, settings.replace(output_dir=str(output_dir), **changes), {}, strategy, device, {}, config)

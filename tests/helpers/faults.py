@@ -325,7 +325,6 @@ FAULTS = [
     fault("parallelism in an accelerate file", "ZR301", "accelerate",
           f"{ACCELERATE}parallelism_config:\n  parallelism_config_sp_size: 2\n", ACCELERATE, ds={}),
     fault("FP8", "ZR199", "accelerate", f"{DDP}mixed_precision: fp8\n", DDP),
-    fault("two precisions", "ZR303", "accelerate", f"{ACCELERATE}mixed_precision: bf16\n", ACCELERATE, ds={}),
     fault("an accelerate file of another form", "ZR199", "accelerate", "deepspeed_config: zero2\n", ACCELERATE, ds={}),
     fault("leaf modules that the model does not have", "ZR199", "accelerate",
           f"{INLINE}2\n  deepspeed_moe_layer_cls_names: X\n",
@@ -347,8 +346,6 @@ FAULTS = [
     # FSDP
     fault("FSDP1", "ZR314", "accelerate",
           DDP.replace("MULTI_GPU", "FSDP") + "fsdp_config: {fsdp_backward_prefetch: NO}\n", FSDP2, level="warning"),
-    fault("parameters on the CPU", "ZR318", "keys", {"fsdp": "full_shard offload"}, {"fsdp": "full_shard"},
-          level="warning"),
     fault("parameters on the CPU, for a CPU", "ZR192", "accelerate", f"{FSDP2}  fsdp_offload_params: true\n", FSDP2,
           "fsdp_offload_on_cpu"),
     fault("a number for a switch of FSDP", "ZR199", "accelerate", f"{FSDP2}  fsdp_offload_params: 0.0\n", FSDP2,

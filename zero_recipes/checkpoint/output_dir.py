@@ -68,7 +68,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _is_finished(metrics: Path) -> bool:
-    """Whether a metrics.json exists and does not say that its run failed. One that cannot be read is kept."""
+    """One that cannot be read is kept."""
     try:
         return json.loads(metrics.read_text())["status"] not in UNFINISHED_STATUS
     except (FileNotFoundError, NotADirectoryError):
@@ -146,9 +146,8 @@ def refuse_in_use(output_dir: Path) -> None:
 
 @contextmanager
 def hold_output_dir(output_dir: Path) -> Iterator[None]:
-    """Hold the folder for this run. Collective.
+    """Collective. Rank 0 holds the lock. The kernel drops it with the process: none is ever stale.
 
-    Rank 0 holds the lock. The kernel drops it with the process: none is ever stale.
     Raises Refusal on all ranks where another run is alive or the folder cannot be written.
     A run that is refused inside leaves no empty folder.
     """
@@ -193,10 +192,7 @@ def _release(lock: FileLock, output_dir: Path) -> None:
 
 
 def look_again(run: Run) -> Run:
-    """The run, from what its folder holds now: another run may have trained in it before this one held it.
-
-    Collective. Touches nothing. Raises Refusal.
-    """
+    """Another run may have trained in the folder before. Collective. Touches nothing. Raises Refusal."""
     checkpoint = agree(partial(_checkpoint_now, run))[rank()]
     if checkpoint != run.checkpoint:
         say(f"{run.output_dir} has changed: resuming from {checkpoint or 'no checkpoint'}")
@@ -218,8 +214,7 @@ def _checkpoint_now(run: Run) -> str | None:
 def claim_output_dir(output_dir: Path, overwrite: bool, step: int = 0) -> Path | None:
     """Make the folder this run's, on rank 0, which holds it. Raises Refusal.
 
-    An earlier run's failure files and unfinished checkpoints go.
-    Damaged ones are moved aside. `step`: where the run begins.
+    An earlier run's failure files go. `step`: see `clear_unfinished`.
     Under `overwrite` the old folder is kept beside it, and returned.
     """
     previous = None

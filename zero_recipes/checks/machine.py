@@ -17,7 +17,6 @@ from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Gpu, Host
-from zero_recipes.core.process import local_world_size
 from zero_recipes.data.load import on_hub, packaged_formats
 from zero_recipes.engine.kernels import build_findings
 
@@ -26,27 +25,22 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 BF16_FROM = (8, 0)  # NVIDIA's CUDA programming guide, compute capabilities: arithmetic by data type
 
 
-def machine_findings(
-    run: Run, config, environment: Mapping[str, str], host: Host, rehearsal: str | bool
-) -> list[Finding]:
-    """All findings about this machine for one run.
-
-    `config`: the model's, or None; `environment`: the launcher's, for the processes that it starts.
-    `rehearsal`: False in a run; "here" where it is meant for this machine; "elsewhere" where there is no GPU and the
+def machine_findings(run: Run, host: Host, rehearsal: str | bool) -> list[Finding]:
+    """`rehearsal`: False in a run; "here" where it is meant for this machine; "elsewhere" where there is no GPU and the
     recipe does not ask for a CPU: errors are warnings that say "on this machine".
     """
-    strategy = run.strategy
-    here = local_world_size(environment, strategy.world_size)
+    environment = run.environment
+    here = run.ranks_per_node
     findings = [
-        *build_findings(strategy, run.device, run.settings, host),
+        *build_findings(run.strategy, run.device, run.settings, host),
         *triton_findings(run.device, host),
-        *infiniband_findings(run.device, strategy.world_size > here, environment, host),
+        *infiniband_findings(run.device, run.world_size > here, environment, host),
         *volume_findings(run.output_dir, host),
-        *room_findings(run, config, here, host),
+        *room_findings(run, here, host),
     ]
     if run.device == "cuda" and int(environment.get("LOCAL_RANK", 0)) == 0:
         findings += card_findings(run.precision)
-        findings += count_findings(strategy, here, environment)
+        findings += count_findings(run.strategy, here, environment)
     if rehearsal == "elsewhere":
         findings = [replace(f, what=f"on this machine: {f.what}", level="warning") for f in findings]
     return [replace(f, scope="machine") for f in findings]
@@ -65,7 +59,7 @@ def refusal_of_cuda() -> str:
 
 
 def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refusal_of_cuda) -> Iterator[Finding]:
-    """An NVIDIA device that this CUDA build of torch cannot use: the run would train on the CPU without a word."""
+    """A GPU that this build of torch cannot use: the run would train on the CPU without a word."""
     import torch
 
     built = torch.version.cuda
@@ -187,7 +181,7 @@ PROBE_SECONDS = 5.0
 
 
 def offline_where_unreachable(settings: Settings) -> list[Finding]:
-    """From here on as if HF_HUB_OFFLINE were set, with a warning, where the recipe needs the hub and it is silent."""
+    """As if HF_HUB_OFFLINE were set, with a warning, where the recipe needs the hub and it is silent."""
     data = {entry["path"] for entry in settings.datasets} or {settings.dataset_name}
     named = {settings.model_name_or_path, *(data - packaged_formats())}
     if constants.is_offline_mode() or not any(map(on_hub, named)) or _answers():
@@ -216,7 +210,7 @@ def _answers() -> bool:
 
 
 def volume_findings(output_dir: Path, host: Host) -> Iterator[Finding]:
-    """RunPod clears all but a pod's volume once the pod stops; a template mounts it at /workspace by default."""
+    """RunPod clears all but a pod's volume once the pod stops; it is at /workspace by default."""
     volume = Path("/workspace")
     if "RUNPOD_POD_ID" in host.environment and volume.is_mount() and not output_dir.resolve().is_relative_to(volume):
         yield finding("ZR615", folder=output_dir, volume=volume)

@@ -28,21 +28,20 @@ from zero_recipes.model import built_or_none
 # the texts of rules that are no more than a condition, and tables of values
 options = partial(package_yaml, __package__, "options.yaml")
 
-
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
 RUN_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @functools.lru_cache(maxsize=1)
 def bare_model(run: Run) -> PreTrainedModel | None:
-    """The model without memory. None where its configuration is not at hand, or its class cannot be built so."""
+    """Without memory. None where its configuration is not at hand, or its class cannot be built so."""
     if run.config is None:
         return None
     return built_or_none(run.config, run.settings.trust_remote_code)
 
 
 def rule_findings(run: Run) -> Iterator[Finding]:
-    """All findings about keys that do not go together; those of the ds_config are deepspeed_findings."""
+    """Those of the ds_config are deepspeed_findings."""
     settings = run.settings
     epochs = settings.num_train_epochs
     yield from conditions(stops_late(run), silent(run))
@@ -53,15 +52,12 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     yield from processes(run)
     if run.world_size > 1 and not settings.average_tokens_across_devices:
         yield finding("ZR194")
-    if run.device != "cpu" and (run.strategy.fsdp_config or {}).get("cpu_offload"):
-        yield finding("ZR318")
     if settings.load_in_4bit and run.stage == 3:
         yield finding("ZR416")
     yield from sequence_parallel_findings(settings, run.strategy, run.device, run.config)
 
 
 def conditions(stops: dict[str, Any], silently: dict[str, Any]) -> Iterator[Finding]:
-    """The findings whose condition holds, with the texts of options.yaml."""
     texts = options()
     for name, holds in stops.items():
         if holds:
@@ -181,7 +177,6 @@ def packing(run: Run) -> Iterator[Finding]:
 
 
 def processes(run: Run) -> Iterator[Finding]:
-    """A launch of one process where several were requested, or where ZeRO has nothing to partition."""
     if run.world_size > 1:
         return
     environment = run.environment

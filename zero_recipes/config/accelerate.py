@@ -1,4 +1,4 @@
-"""What `accelerate launch` makes of a file, and what in that contradicts itself. File names are accelerate 1.15's."""
+"""What `accelerate launch` makes of a file. File names are accelerate 1.15's."""
 
 import argparse
 import difflib
@@ -18,7 +18,7 @@ from zero_recipes.core.findings import Finding, finding, first_line, library_err
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
 
-# accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin._deepspeed_config_checks
+# of a deepspeed_config, that accelerate 1.15 refuses beside a file (utils/dataclasses.py, _deepspeed_config_checks)
 AMBIGUOUS = (
     "gradient_accumulation_steps",
     "gradient_clipping",
@@ -60,10 +60,8 @@ def read_accelerate_file(path: Path) -> "ClusterConfig":
         raise refusal("ZR304", path=path, cwd=Path.cwd(), fix=fix)
     with library_error_as_finding(f"reading the accelerate file {path}"):
         config = load_config_from_file(str(path))
-        if not hasattr(config, "deepspeed_config"):
-            raise TypeError("it is for Amazon SageMaker, which starts its own machines")
         for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):
-            if not isinstance(getattr(config, name), dict):  # accelerate does not check types
+            if not isinstance(getattr(config, name, None), dict):  # accelerate does not check; SageMaker's has none
                 raise TypeError(f"{name} is not a mapping")
         for name in ("num_processes", "num_machines"):
             count = int(getattr(config, name) or 1)
@@ -108,7 +106,6 @@ def _launch_arguments(config_file: Path, num_processes: int) -> argparse.Namespa
 
 
 def file_findings(path: Path) -> Iterator[Finding]:
-    """What `accelerate launch` takes from a file without a word."""
     from accelerate.commands.launch import launch_command_parser
 
     config = read_accelerate_file(path)
@@ -136,7 +133,7 @@ def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str
 
 
 def is_on(environment: Mapping[str, str], part: str) -> bool:
-    """Whether the launch uses a part of accelerate, as "FSDP"."""
+    """`part`: of accelerate, as "FSDP"."""
     return environment.get(f"ACCELERATE_USE_{part}", "").lower() == "true"
 
 
@@ -152,10 +149,7 @@ def is_fsdp1(environment: Mapping[str, str]) -> bool:
 
 
 def launcher_findings(environment: Mapping[str, str], precision: str) -> Iterator[Finding]:
-    """What an accelerate file says against the recipe and the ds_config that it names.
-
-    A recipe in fp32 would train in the file's precision; any other keeps its own.
-    """
+    """A recipe in fp32 would train in the file's precision; any other keeps its own."""
     if is_on(environment, "PARALLELISM_CONFIG"):
         yield finding("ZR301")
     if is_fsdp1(environment):
@@ -164,14 +158,10 @@ def launcher_findings(environment: Mapping[str, str], precision: str) -> Iterato
     if of_the_file not in ("no", precision):
         level = "error" if precision == "fp32" or of_the_file == "fp8" else "warning"
         yield finding("ZR339", of_the_file=of_the_file, precision=precision, level=level)
-    written = environment.get(DS_FIELDS, "").split(",")
-    beside = [name for name in AMBIGUOUS if name in written]
-    if beside and ds_config_file(environment):
-        yield finding("ZR303", beside=", ".join(beside))
 
 
 def refuse_what_no_launch_takes(config: "ClusterConfig", path: Path) -> None:
-    """A file whose launch trains something else silently, or waits without an end."""
+    """Its launch would train something else silently, or wait without an end."""
     if config.mpirun_config:
         raise refusal("ZR331", path=path)
     if config.num_machines == 1:

@@ -32,9 +32,9 @@ FP16_NAMES = ("fp16", "half", "float16", "torch.float16")
 
 
 def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """A mapping that is given as it is, as JSON text, or by the path of a JSON file. Raises Refusal.
+    """`named`: a mapping, JSON text, or the path of a JSON file. Raises Refusal.
 
-    Its nulls are left out: some libraries take them for a value, others for the default.
+    Nulls are left out: some libraries take them for a value, others for the default.
     """
     if isinstance(named, dict):
         return _without(None, named)
@@ -56,7 +56,7 @@ def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_bad_schema(config: Mapping[str, Any], source: str) -> None:
-    """Refuse what DeepSpeed or transformers would stop on, or read as another stage."""
+    """What DeepSpeed or transformers would stop on, or read as another stage."""
     with library_error_as_finding(f"reading {source}"):
         for name in tables()["ds_config"]["mappings"]:
             if not isinstance(config.get(name, {}), dict):
@@ -77,7 +77,7 @@ def parsed_zero(block: Mapping[str, Any]):
 
 
 def _without(left_out: Any, block: Mapping[str, Any]) -> dict[str, Any]:
-    """The block without the keys of one value: "auto", which transformers fills in, or None."""
+    """`left_out`: a value, "auto" or None."""
     kept = {}
     for key, value in block.items():
         if isinstance(value, dict):
@@ -111,10 +111,9 @@ def fill_own_autos(
     environment: Mapping[str, str],
     size_of_model: Callable[[], tuple[int, int] | None],
 ) -> dict[str, Any]:
-    """A copy of `config` with the "auto" values that are ours to fill in.
+    """A copy of `config` with the "auto" values that are ours to fill in. What cannot be known stays "auto".
 
-    What cannot be known stays "auto", and the checks find it. `settings`: the recipe's, use_cpu as it is in force.
-    `size_of_model`: (hidden size, elements of the largest tensor), called where something is sized by the model.
+    `settings`: use_cpu as it is in force. `size_of_model`: (hidden size, elements of the largest tensor).
     """
     filled = copy.deepcopy(dict(config))
     zero = filled.get("zero_optimization", {})
@@ -140,12 +139,12 @@ def fill_own_autos(
 
 
 def _is_sized_by_model(config: Mapping[str, Any]) -> bool:
-    """Whether our own key at its top says so: then "auto" of its buckets is ours to fill in."""
+    """By our own key at its top: then "auto" of its buckets is ours to fill in."""
     return config.get("bucket_sizes") == "by_model"
 
 
 def _fill_buckets(zero: dict[str, Any], settings: Any, world_size: int, size: tuple[int, int] | None) -> None:
-    """docs/performance.md has the measurements. The bounds are a quarter on CPUs."""
+    """docs/performance.md has the measurements."""
     hidden, largest_tensor = size or (0, UNKNOWN)
     scale = 4 if settings.use_cpu else 1
     smallest = SMALLEST // scale
@@ -175,16 +174,14 @@ def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[
 
 
 def number_in(block: Mapping[str, Any], key: str, default: int) -> int:
-    """What is written there, 1e9 included; the default for what is no number."""
+    """The default for what is no number, as "auto"."""
     value = block.get(key, default)
     return int(value) if isinstance(value, (int, float)) else default
 
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A typed view of one DeepSpeed configuration, which `raw` holds as it was written, "auto" included."""
-
-    raw: Mapping[str, Any]
+    raw: Mapping[str, Any]  # as it was written, "auto" included
 
     def _block(self, name: str) -> Mapping[str, Any]:
         return self.raw.get(name) or {}
@@ -236,7 +233,7 @@ class DsConfig:
 
     @property
     def optimizer(self) -> Mapping[str, Any] | None:
-        """The optimizer block, which then counts instead of the recipe's keys."""
+        """It then counts instead of the recipe's keys."""
         return self.raw.get("optimizer")
 
     @property
@@ -273,7 +270,7 @@ class DsConfig:
 
     @property
     def name(self) -> str:
-        """ "zero0" ... "zero3", and what the configuration adds to the stage. With all parts of ZeRO++ "_plus_plus"."""
+        """ "zero0" ... "zero3", and what the configuration adds to the stage."""
         name = f"zero{self.stage}"
         if "cpu" in (self.offload_optimizer, self.offload_param):
             name += "_offload"

@@ -28,7 +28,7 @@ tables = partial(package_yaml, __package__, "keys.yaml")
 
 @dataclass
 class RecipeArguments:
-    """The keys that TRL does not have. keys.yaml says what each means, for docs/recipe.md."""
+    """The keys that TRL does not have. keys.yaml says what each means."""
 
     dataset_format: str | None = None
     columns: dict | str | None = None
@@ -87,7 +87,7 @@ def _entry_type() -> type:
 
 
 def key_choices() -> dict[str, list[str]]:
-    """{key: the only values that it takes}, by the keys' help texts."""
+    """{key: the only values that it takes}."""
     choices = {}
     for cls in dataclasses_of_a_recipe():
         for field in dataclasses.fields(cls):
@@ -102,7 +102,7 @@ UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_conf
 
 
 def recipe_findings(place: str, mapping: dict[str, Any], lines: dict[str, int]) -> list[Finding]:
-    """All findings about one recipe. `lines`: in the file, by key."""
+    """`lines`: in the file, by key."""
     types = key_types()
     choices = key_choices()
     deprecated = tables()["deprecated"]
@@ -156,7 +156,7 @@ def key_findings(
 
 
 def _instead(row: Mapping[str, str]) -> str:
-    """The fix. `row`: of the key in keys.yaml."""
+    """`row`: of the key in keys.yaml."""
     note = row.get("note", "")
     if "to" not in row:
         return note
@@ -173,7 +173,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
 
 
 def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
-    """A value that the key cannot mean, by pydantic and TRL's own type hint."""
+    """By pydantic and TRL's own type hint."""
     errors = [] if key in UNTYPED else _type_errors(value, hint)
     if not errors:
         return
@@ -207,7 +207,6 @@ def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
 
 
 def range_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
-    """A number out of the key's range in keys.yaml, or NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     rows = (row for row in tables()["ranges"] if key in row["keys"])

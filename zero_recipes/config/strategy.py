@@ -1,4 +1,4 @@
-"""Which strategy is in force: found from the recipe, the command line and the launcher, before anything is loaded."""
+"""Which strategy is in force."""
 
 import math
 import os
@@ -17,8 +17,6 @@ from zero_recipes.core.host import allocator_settings
 
 @dataclass(frozen=True)
 class Strategy:
-    """How one run is spread over its processes."""
-
     name: str  # "single", "ddp", "fsdp2", "zero0" ... "zero3", with what is added to the stage (DsConfig.name)
     world_size: int
     ds_config: DsConfig | None = None  # as read, "auto" values included; None without DeepSpeed
@@ -91,10 +89,9 @@ def resolve_strategy(
     environment: Mapping[str, str],
     size_of_model: Callable[[Settings], tuple[int, int] | None],
 ) -> Strategy:
-    """One path for every launcher.
-
-    `accelerate launch` hands its ds_config over through the environment (ACCELERATE_DEEPSPEED_CONFIG_FILE),
+    """`accelerate launch` hands its ds_config over through the environment (ACCELERATE_DEEPSPEED_CONFIG_FILE),
     torchrun and deepspeed through the recipe's `deepspeed:` key.
+
     `settings`, `size_of_model`: see fill_own_autos. Raises Refusal where two places name different configurations.
     """
     world_size = int(environment.get("WORLD_SIZE", 1))
@@ -128,7 +125,6 @@ def _in_force(
     environment: Mapping[str, str],
     fill: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> tuple[dict[str, Any] | None, str]:
-    """As launched_ds_config, of recipe and launcher together."""
     launched, launched_from = launched_ds_config(environment, settings.precision)
     named = settings.deepspeed
     if named is None:
@@ -153,7 +149,7 @@ def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str
 
 
 def sequence_parallel_findings(settings: Settings, strategy, device: str, config) -> Iterator[Finding]:
-    """What does not go with shared sequences. `config`: the model's, or None."""
+    """`config`: the model's, or None."""
     size = settings.sequence_parallel_size
     if settings.parallelism_config is not None:
         yield finding("ZR244")

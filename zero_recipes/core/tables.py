@@ -33,7 +33,7 @@ def _visible(character: str) -> str:
 
 
 def terminal(stderr: bool = False) -> Console:
-    """A Console on which a character that the terminal's encoding lacks is escaped, and no error."""
+    """What the terminal's encoding lacks is escaped."""
     console = Console(stderr=stderr)
     if hasattr(console.file, "reconfigure"):
         console.file.reconfigure(errors="backslashreplace")
@@ -42,7 +42,7 @@ def terminal(stderr: bool = False) -> Console:
 
 @contextmanager
 def working(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Says what goes on: a spinner on a terminal, else a line at once and every ten seconds.
+    """A spinner on a terminal, else a line at once and every ten seconds.
 
     Gives a function that says something else from then on.
     """

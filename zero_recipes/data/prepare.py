@@ -1,4 +1,4 @@
-"""The rows as the trainer takes them: tokenised, audited, truncated and packed before any weight is loaded.
+"""Rows, tokenised, audited, truncated and packed before any weight is loaded.
 
 SFTTrainer prepares its rows after it has a model, where ranks take turns by collectives. Here its own code does it
 before, on one process of each node, and the result is kept beside the datasets library's cache.
@@ -83,11 +83,9 @@ class Data(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows, the same tokenised whole and as they are trained on, and their counts."""
-
     rows: Dataset
-    tokenised: Dataset
-    ready: Dataset
+    tokenised: Dataset  # whole
+    ready: Dataset  # as they are trained on
     audit: Audit
 
 
@@ -111,9 +109,9 @@ class Prepared:
 
 
 def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer) -> Prepared:
-    """Rows and samples of a run, made or found by one process of each node and read by all.
+    """Made or found by one process of each node and read by all. Raises Refusal on every process.
 
-    `training_args` is changed to what is prepared. `tokenizer`: the model's. Raises Refusal on every process.
+    `training_args` is changed to what is prepared. `tokenizer`: the model's.
     """
     ignored = ignored_codes(settings.ignore)
     made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
@@ -152,10 +150,7 @@ def _tokenised(rows: load.Rows, tokenizer, training_args) -> load.Rows:
 
 
 def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozenset[str]) -> dict:
-    """Prepared rows as JSON: those that an earlier run of the same data and arguments has kept, or new ones.
-
-    The findings are not downgraded: other runs ignore others. Of errors not ignored nothing is kept.
-    """
+    """As JSON. The findings are not downgraded: other runs ignore others. Of errors not ignored nothing is kept."""
     data = read_data(settings, tokenizer)
     folder = _folder(data, training_args) if isinstance(data.train, Dataset) else None
     if folder is not None and (folder / "audit.json").is_file():
@@ -179,7 +174,7 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
 
 
 def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
-    """What a recipe names, nothing tokenised yet. Raises Refusal."""
+    """Nothing is tokenised yet. Raises Refusal."""
     tokenizer = load.apply_chat_template_file(tokenizer, settings)
     rows, evaluation, found = load.load_rows(settings)
     for form in found:
@@ -192,7 +187,7 @@ def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
 
 
 def finish(tokenised: Dataset, tokenizer: Tokenizer, training_args, packing: bool) -> Dataset:
-    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
+    """Truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
 
     Packed by one process: TRL 1.16 packs within one worker's share, so that packs would depend on their number.
     """
@@ -209,7 +204,7 @@ def finish(tokenised: Dataset, tokenizer: Tokenizer, training_args, packing: boo
 def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[Split], list[Finding]]:
     """Training rows, evaluation rows if there are any, and what is wrong with each and with both together.
 
-    Of a stream the first STREAMED_ROWS. Raises Refusal for what cannot be tokenised.
+    Of a stream the first STREAMED_ROWS. Raises Refusal.
     """
     name = settings.dataset_train_split
     rows = _start_of(data.train, name)
@@ -240,7 +235,7 @@ def _start_of(rows: load.Rows, split: str) -> Dataset:
 def prepare_split(
     rows: Dataset, tokenizer: Tokenizer, training_args, packing: bool, split: str = "the data"
 ) -> tuple[Split, list[Finding]]:
-    """One split, and what is wrong with it. Raises Refusal."""
+    """And what is wrong with it. Raises Refusal."""
     with library_error_as_finding(f"tokenizing the rows of {split}"):
         audits.refuse_broken_tokens(rows, tokenizer, split)
         findings = []
@@ -264,7 +259,7 @@ def _doubled_markers(doubled: list[int], rows: int, tokenizer: Tokenizer, split:
 
 
 def recognised(data: Data, split: Split) -> list[str]:
-    """What the columns and the turns are taken for, in words, and what nothing reads."""
+    """In words, and what nothing reads."""
     lines = [form.description for form in data.forms]
     unread = as_written.unread_by_template(split.rows, data.tokenizer)
     if unread:
@@ -300,7 +295,7 @@ def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
 
 
 def _folder(data: Data, training_args) -> Path:
-    """Where prepared rows are kept: a hash over all that makes them."""
+    """By a hash over all that makes them."""
     known = {name: getattr(training_args, name, None) for name in _READ_OF_ARGUMENTS}
     known["seed"] = training_args.seed if training_args.shuffle_dataset else None
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
@@ -337,9 +332,9 @@ def data_sha256(rows: Dataset) -> str:
 
 
 def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
-    """The rows of a recipe, or why they are not known. Without asking the hub. `path`: the recipe's.
+    """Or why they are not known. Without asking the hub. `path`: the recipe's.
 
-    All as a run has prepared them, where one has; else at most PLANNED_ROWS, tokenised and packed as a run does.
+    All as a run has prepared them, where one has; else at most PLANNED_ROWS.
     """
     if settings.dataset_streaming or settings.streaming:
         return "the data is a stream"
@@ -410,7 +405,7 @@ def _evaluated(ready: Dataset, args) -> tuple[int, int]:
 
 
 def _of_prepared(ready: Dataset, source: str) -> RowLengths:
-    """Of rows as they are trained on. Reads Arrow's buffers, no token."""
+    """Reads Arrow's buffers, no token."""
     if "seq_lengths" in ready.column_names:  # TRL's bfd; "wrapped" makes rows of its own, all full
         lengths = np.concatenate(ready.with_format("numpy")["seq_lengths"][:])
     else:

@@ -39,10 +39,7 @@ def takes_rows(requested: Any) -> bool:
 
 
 def rows_to_ask(requested: Any, evaluation, settings: Settings):
-    """The evaluation rows, or those of dataset_test_split where the run does not evaluate.
-
-    None where no rows are requested, or the data has no such split.
-    """
+    """Those of dataset_test_split where the run does not evaluate; None where the data has no such split."""
     if evaluation is not None or not takes_rows(requested):
         return evaluation
     try:
@@ -119,17 +116,16 @@ def _prompt_and_completion(row: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _text(value: Any) -> str:
-    """`value` as text that a tokenizer takes: no half of a surrogate pair. Numbers of a recipe are prompts too."""
+    """No half of a surrogate pair. Numbers of a recipe are prompts too."""
     if type(value) not in (str, int, float):
         raise TypeError(f"{value!r} is not text")
     return str(value).encode().decode()
 
 
 def with_tokens(samples: list[Sample], tokenizer: Tokenizer, training_args) -> list[Sample]:
-    """The samples with the tokens of prompt and answer as a training row has them, truncated as one.
+    """With the tokens of prompt and answer as a training row has them; the answer's alone carry loss.
 
     A tokenizer may write a word otherwise at a text's beginning than behind the prompt (SentencePiece's space mark).
-    The answer's tokens alone carry loss, whatever training gives a loss.
     """
     single = copy.copy(training_args)
     single.shuffle_dataset = False

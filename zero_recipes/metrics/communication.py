@@ -66,8 +66,6 @@ class CountCollectives(TorchDispatchMode):
 
 
 class Step(NamedTuple):
-    """What one optimizer step has sent."""
-
     everywhere: Bytes
     between_nodes: Bytes  # the part of it that went between machines
 
@@ -115,7 +113,7 @@ class CommunicationCounter:
 
     @contextlib.contextmanager
     def not_counted(self) -> Iterator[None]:
-        """What is sent inside is not the step's: the losses that the metrics bring together."""
+        """What is sent inside is the metrics' own."""
         if self.passing is None:  # not sent through what is counted
             yield
             return

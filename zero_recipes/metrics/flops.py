@@ -22,8 +22,6 @@ WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What one model takes."""
-
     weights: float  # that multiply one token
     trained: float  # of them, those that get a gradient
     # {how far a token looks back in some layers, None without a limit: the sum of their widths, H·(Q + V)}
