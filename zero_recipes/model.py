@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Refusal, finding, first_line, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import Refusal, finding, library_error_as_finding, raise_errors, refusal
 from zero_recipes.engine.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
 from zero_recipes.engine.patches import keep_4bit_layout
@@ -24,17 +24,13 @@ _KEY_PROBLEMS = {
 
 
 def load_config(settings: Settings) -> PretrainedConfig:
-    """Refuses a model that is neither a folder here nor in the cache or on the hub."""
+    """Raises Refusal."""
     name = settings.model_name_or_path
     if name is None:
         raise refusal("ZR401")
-    try:
-        if name.startswith((".", "/")) and not Path(name).is_dir():
-            raise OSError(f"There is no such folder in {Path.cwd()}.")  # transformers takes it for a name of the hub
-        trust = settings.trust_remote_code
+    trust = settings.trust_remote_code
+    with library_error_as_finding(f"reading the configuration of {name}"):
         return AutoConfig.from_pretrained(name, revision=settings.model_revision, trust_remote_code=trust)
-    except (OSError, ValueError) as error:
-        raise refusal("ZR403", name=name, error=first_line(error)) from error
 
 
 def adapter_config(settings: Settings, has_weights: bool = False) -> Any:

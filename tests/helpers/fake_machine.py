@@ -15,7 +15,7 @@ from zero_recipes.core.host import Host
 PYTHON_H = f"{sysconfig.get_path('include')}/Python.h"
 CXX = "/usr/bin/c++"
 CONTAINER = {"/proc/self/cgroup": "0::/\n"}
-SEEN = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA", "/sys/class/infiniband_verbs/uverbs3/ibdev": "mlx5_0\n"}
+SEEN = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA"}
 MODULE = "NVRM version: NVIDIA UNIX {}  {}  Release Build\nGCC version: gcc 12.2.0\n"
 CLOSED, OPEN = "x86_64 Kernel Module", "Open Kernel Module for x86_64"
 DRIVER = {"/proc/driver/nvidia/version": MODULE.format(CLOSED, "550.54.15"), "/dev/nvidia0": ""}

@@ -272,8 +272,8 @@ FAULTS = [
     fault("a schedule that DeepSpeed does not have", "ZR199", "ds", {"scheduler": {"type": "WarmUpLR"}},
           schedule("auto")),
     # DeepSpeed's configuration
-    fault("a ds_config that is not there", "ZR202", "recipe", "deepspeed: zero9.json", "deepspeed: ds.json", ds={}),
-    fault("comments in JSON", "ZR203", "ds", '{"zero_optimization": {"stage": 2}} // two'),
+    fault("a ds_config that is not there", "ZR199", "recipe", "deepspeed: zero9.json", "deepspeed: ds.json", ds={}),
+    fault("comments in JSON", "ZR199", "ds", '{"zero_optimization": {"stage": 2}} // two'),
     fault("a block that is no mapping", "ZR199", "ds", {"bf16": True}, names="reading ds.json"),
     fault("a stage left to others", "ZR261", "ds", {"zero_optimization": {"stage": "auto"}}, names="'auto'"),
     fault("no zero_optimization", "ZR213", "ds", {"zero_optimization": None}, names="zero_optimization"),

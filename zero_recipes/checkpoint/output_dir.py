@@ -48,7 +48,7 @@ Inputs = Iterable[tuple[str, Path]]  # what a run reads: (what names it, an exis
 
 
 def saved_in(output_dir: Path) -> list[Path]:
-    """Checkpoints, weights and finished measurements; in another program's folder, all that a run overwrites."""
+    """In another program's folder, all that a run overwrites."""
     patterns: Iterable[str] = WRITTEN
     if _is_ours(output_dir):
         patterns = ("*.safetensors", "pytorch_model*.bin")
@@ -78,7 +78,6 @@ def _is_finished(metrics: Path) -> bool:
 
 
 def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) -> Inputs:
-    """What the recipe's keys and the launcher's environment name, where it exists."""
     named = {key: value for key, value in settings.as_dict().items() if key not in NOT_READ}
     named["the recipe"] = str(recipe)
     named["the working directory"] = str(Path.cwd())
@@ -136,7 +135,6 @@ def _refuse_foreign(output_dir: Path) -> None:
 
 
 def refuse_in_use(output_dir: Path) -> None:
-    """Refuse a folder in which a run is alive. Touches nothing."""
     if (output_dir / LOCK).is_file():
         lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
         with suppress(PermissionError):  # a folder of another user: `hold_output_dir` refuses it

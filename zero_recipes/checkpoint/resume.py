@@ -103,7 +103,6 @@ def whole_checkpoints(output_dir: Path) -> Iterator[Path]:
 
 
 def resumes_in(output_dir: Path, requested: object) -> bool:
-    """Whether it means a checkpoint in output_dir: `true`, or a path there."""
     if str(requested).lower() == "true":
         return True
     return resumes(requested) and Path(str(requested)).resolve().parent == output_dir.resolve()

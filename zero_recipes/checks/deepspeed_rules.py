@@ -132,7 +132,6 @@ def _divides_by_8(run: Run) -> bool:
 
 
 def _left_out(run: Run) -> Iterator[Finding]:
-    """Where DeepSpeed would do otherwise than the recipe in silence, or stop late."""
     settings = run.settings
     source = run.strategy.source
     saves = settings.save_model or settings.saves_checkpoints

@@ -47,7 +47,7 @@ def machine_findings(run: Run, host: Host, rehearsal: str | bool) -> list[Findin
 
 
 def refusal_of_cuda() -> str:
-    """What torch says when CUDA is to be started here (is_available says it only once); empty where it starts."""
+    """By torch (is_available says it only once); empty where CUDA starts."""
     import torch
 
     with warnings.catch_warnings(action="ignore"):
@@ -86,7 +86,7 @@ def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refus
 
 
 def driver_version(host: Host) -> str | None:
-    """Of the loaded kernel module, as "550.54.15": /proc shows it in every container of the machine."""
+    """As "550.54.15": /proc shows it in every container of the machine."""
     written = host.read("/proc/driver/nvidia/version")
     found = re.search(r"^NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", written, re.MULTILINE)
     return found and found[1]
@@ -106,7 +106,7 @@ def card_findings(precision: str) -> Iterator[Finding]:
 
 
 def gpu_findings(settings: Settings, gpu: Gpu) -> Iterator[Finding]:
-    """What a card that is not here lacks. Flash attention begins with bf16, at compute capability 8.0."""
+    """Of a card that is not here. Flash attention begins with bf16, at compute capability 8.0."""
     lacking = {
         "bf16": settings.precision == "bf16" and not gpu.bf16,
         "tf32": settings.tf32 and not gpu.tf32_tflops,
@@ -119,7 +119,6 @@ def gpu_findings(settings: Settings, gpu: Gpu) -> Iterator[Finding]:
 
 
 def count_findings(strategy: Strategy, here: int, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """GPUs of this machine that none of the `here` processes on it takes."""
     import torch
 
     visible = torch.cuda.device_count()
@@ -134,7 +133,7 @@ def count_findings(strategy: Strategy, here: int, environment: Mapping[str, str]
 
 
 def triton_findings(device: str, host: Host) -> Iterator[Finding]:
-    """What Triton lacks: TRL's fused LM head compiles its kernels in the first step of every GPU run."""
+    """TRL's fused LM head compiles its kernels in the first step of every GPU run."""
     from transformers.utils import is_triton_available
 
     if device != "cuda" or not is_triton_available():
@@ -172,8 +171,9 @@ def infiniband_findings(
     is_off = environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET")
     if device != "cuda" or not several_machines or is_off:
         return
-    devices = host.infiniband_devices()
-    if devices and not any(devices.values()):
+    devices = sorted(path.name for path in host.at("/sys/class/infiniband").glob("*"))
+    files = host.at("/dev/infiniband").glob("uverbs*")
+    if devices and not any(os.access(file, os.R_OK | os.W_OK) for file in files):
         yield finding("ZR656", devices=", ".join(devices))
 
 

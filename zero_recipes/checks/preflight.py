@@ -53,7 +53,7 @@ def preflight(
 
 
 class Preflight:
-    """The findings so far. What is refused is left out, and the rest goes on: all findings come at once."""
+    """What is refused is left out, and the rest goes on: all findings come at once."""
 
     def __init__(self, environment: Mapping[str, str], rehearsal: bool, gpu: Gpu | None):
         self.environment = environment
@@ -133,7 +133,6 @@ class Preflight:
             self.findings += parser_findings(run)
 
     def check_objects(self, settings, strategy: Strategy | None, config, device: str, path: Path) -> None:
-        """What the card and the libraries' own objects refuse."""
         if self.gpu is not None:
             if device == "cuda":
                 self.findings += gpu_findings(settings, self.gpu)
@@ -145,7 +144,7 @@ class Preflight:
         self.findings += trainer_findings(settings, config, ds_config, str(path))
 
     def check_folder(self, recipe: Recipe, settings) -> str | None:
-        """The checkpoint to go on from. Data and output folder are looked at; nothing is touched."""
+        """The checkpoint to go on from. Nothing is touched."""
         if not self.wrong_keys & DATA_KEYS:
             asks_hub = self.rehearsal and not constants.is_offline_mode()
             self.attempt(refuse_data_at_hand, settings, asks_hub)

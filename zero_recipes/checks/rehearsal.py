@@ -39,7 +39,7 @@ def trainer_findings(settings: Settings, config, ds_config: Mapping[str, Any], p
 
 
 def _trainer(settings: Settings, config, args, model_args):
-    """TRL's trainer around the model without memory; None without its configuration. Raises Refusal."""
+    """None without the model's configuration. Raises Refusal."""
     from trl import SFTTrainer, get_quantization_config
 
     keys = settings.as_dict()
@@ -181,7 +181,7 @@ def parser_findings(run: Run) -> list[Finding]:
 
 
 def fill_auto(config: dict[str, Any], settings: Settings, world_size: int):
-    """(transformers' HfTrainerDeepSpeedConfig with the Trainer's values filled in, the arguments that it was given)."""
+    """(transformers' HfTrainerDeepSpeedConfig, filled in, the arguments that it was given)."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     def warmup_steps(steps: int) -> int:  # transformers, training_args.py, get_warmup_steps

@@ -1,7 +1,6 @@
 """What `accelerate launch` makes of a file. File names are accelerate 1.15's."""
 
 import argparse
-import difflib
 import ipaddress
 import os
 import socket
@@ -12,24 +11,14 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import DEFAULT, patch
 
 from zero_recipes.config.ds_config import quiet
+from zero_recipes.config.keys import tables
 from zero_recipes.core.files import FILES, at_hand
 from zero_recipes.core.findings import Finding, finding, first_line, library_error_as_finding, refusal
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
 
-# of a deepspeed_config, that accelerate 1.15 refuses beside a file (utils/dataclasses.py, _deepspeed_config_checks)
-AMBIGUOUS = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "offload_optimizer_nvme_path",
-    "zero3_save_16bit_model",
-    "mixed_precision",
-)
+AMBIGUOUS = frozenset(tables()["beside_ds_config_file"])
 DS_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 FOLDER = Path("accelerate_configs")
 # keys of a recipe that `trl sft --config` takes for its launch
@@ -48,16 +37,11 @@ def config_files() -> dict[str, Path]:
 
 
 def read_accelerate_file(path: Path) -> "ClusterConfig":
-    """The file as accelerate reads it (commands/config/config_args.py), its counts at least 1. Raises Refusal."""
+    """As accelerate reads it, its counts at least 1. Raises Refusal."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     if not path.is_file():
-        known = config_files()
-        near = difflib.get_close_matches(path.stem, known, 1, 0.8)
-        fix = f"There are {', '.join(sorted(known))}."
-        if near:
-            fix = f"--config_file {known[near[0]]}"
-        raise refusal("ZR304", path=path, cwd=Path.cwd(), fix=fix)
+        raise refusal("ZR304", path=path, cwd=Path.cwd(), known=", ".join(sorted(config_files())))
     with library_error_as_finding(f"reading the accelerate file {path}"):
         config = load_config_from_file(str(path))
         for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):
@@ -94,7 +78,7 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
 
 
 def _launch_arguments(config_file: Path, num_processes: int) -> argparse.Namespace:
-    """As `accelerate launch` completes them with the file, before it calls a launcher: here one that does nothing."""
+    """As `accelerate launch` completes them, before it calls a launcher: here one that does nothing."""
     from accelerate.commands import launch
 
     words = ["--config_file", str(config_file), "--num_processes", str(num_processes)]
@@ -118,7 +102,7 @@ def file_findings(path: Path) -> Iterator[Finding]:
 
 
 def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str, Any]:
-    """The ds_config that accelerate makes of a file without `deepspeed_config_file`. Raises Refusal."""
+    """By accelerate, of a file without `deepspeed_config_file`. Raises Refusal."""
     from accelerate.utils import DeepSpeedPlugin, clear_environment
 
     written = dict(environment)  # clear_environment empties `environment` too, where that is os.environ
@@ -191,7 +175,6 @@ def _problem_of_address(address: str) -> str | None:
 
 
 def launch_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The launch that a recipe names, as `trl sft --config` reads it."""
     return {key: mapping[key] for key in LAUNCH_KEYS if mapping.get(key) is not None}
 
 
@@ -214,7 +197,6 @@ def file_named(mapping: Mapping[str, Any]) -> Path | None:
 
 
 def launch_key_findings(path: Path, mapping: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Finding]:
-    """A launch that is another than the recipe names. `environment`: the launcher's."""
     named = launch_of(mapping)
     if not named:
         return

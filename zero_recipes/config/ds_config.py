@@ -39,20 +39,13 @@ def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
     if isinstance(named, dict):
         return _without(None, named)
     text = str(named)
-    place = "the inline configuration"
-    if not text.lstrip().startswith("{"):
-        place = text
-        path = at_hand(text, "ds_configs")
-        if not path.is_file():
-            raise refusal("ZR202", path=path, cwd=Path.cwd())
-        text = path.read_text()
-    try:
+    with library_error_as_finding(f"reading the configuration {text[:80]}"):
+        if not text.lstrip().startswith("{"):
+            text = at_hand(text, "ds_configs").read_text()
         config = json.loads(text)
         if not isinstance(config, dict):
-            raise ValueError(f"it holds a {type(config).__name__}")
-    except ValueError as error:
-        raise refusal("ZR203", place=place, error=error) from None
-    return _without(None, config)
+            raise TypeError(f"it is no mapping, but a {type(config).__name__}")
+        return _without(None, config)
 
 
 def refuse_bad_schema(config: Mapping[str, Any], source: str) -> None:
@@ -159,7 +152,7 @@ def _fill_buckets(zero: dict[str, Any], settings: Any, world_size: int, size: tu
 
 
 def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[dict], dict]) -> bool:
-    """Whether a recipe's configuration is the launcher's, `fill`ed in as a resolved recipe's is.
+    """Once both are `fill`ed in, as a resolved recipe's is.
 
     Buckets do not count where the launcher's are sized by the model: a resolved recipe's may be of another device.
     """

@@ -133,7 +133,6 @@ def _place_of(key: str, place: str, lines: Mapping[str, int]) -> str:
 def key_findings(
     place: str, unknown: list[str], known: Iterable[str], lines: Mapping[str, int] | None = None
 ) -> Iterator[Finding]:
-    """Unknown keys: renamed, the launcher's, another trainer's, or misspelt."""
     from accelerate.commands.config.config_args import ClusterConfig
 
     renamed = tables()["renamed"]
@@ -241,7 +240,6 @@ def accepted_types(hint: Any) -> set[str]:
 
 
 def ignore_findings(ignore: list[str] | str | None) -> Iterator[Finding]:
-    """Codes under `ignore` that are unknown, or of an error that no run can go on with."""
     rows: Mapping[str, Any] = table()
     for code in sorted(ignored_codes(ignore)):
         if code not in rows:

@@ -82,7 +82,7 @@ class Run:
 
 
 def choose_device(use_cpu: bool) -> str:
-    """ "cpu" or "cuda": the CPU where the recipe says so or torch finds no accelerator."""
+    """ "cpu" or "cuda"."""
     import torch
 
     if use_cpu or not torch.cuda.is_available():

@@ -117,16 +117,6 @@ class Host:
         found = re.search(r"release ([\d.]+)", printed)
         return found and found[1]
 
-    def infiniband_devices(self) -> dict[str, bool]:
-        """{device of the kernel: whether its file can be opened here}. All containers see the machine's in /sys."""
-        devices = sorted(self.at("/sys/class/infiniband").glob("*"))
-        can_open = {device.name: False for device in devices}
-        for ibdev in self.at("/sys/class/infiniband_verbs").glob("uverbs*/ibdev"):
-            file = self.at(f"/dev/infiniband/{ibdev.parent.name}")
-            if os.access(file, os.R_OK | os.W_OK):
-                can_open[ibdev.read_text().strip()] = True
-        return can_open
-
     def read(self, path: str | Path) -> str:
         """Empty where there is no such file."""
         try:

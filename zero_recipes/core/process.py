@@ -75,7 +75,7 @@ _signals: list[int] = []  # of STOPPING, that have come
 
 
 def remember_signals(remembered: bool) -> None:
-    """Whether SIGTERM and SIGUSR1 are remembered (`signalled`), from now on, or end this process as usual."""
+    """From now on SIGTERM and SIGUSR1 are remembered (`signalled`), or end this process as usual."""
     _signals.clear()
     for number in STOPPING:
         signal.signal(number, (lambda number, _: _signals.append(number)) if remembered else signal.SIG_DFL)
@@ -115,7 +115,7 @@ def forks_end_with_parent() -> Iterator[None]:
 
 
 def wait_for_rank_0(seconds: float) -> None:
-    """Until rank 0 has ended, where it is a process beside this one (of the same launcher), or the time is over."""
+    """Where it is a process beside this one, of the same launcher."""
     beside = []
     for process in psutil.Process(os.getppid()).children():
         with contextlib.suppress(psutil.Error):

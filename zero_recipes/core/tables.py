@@ -69,9 +69,7 @@ def working(what: str, console: Console | None = None) -> Iterator[Callable[[str
 
 
 class Column(NamedTuple):
-    """A header (broken by hand, for narrow columns) and how a row is shown under it."""
-
-    header: str
+    header: str  # broken by hand, for narrow columns
     cell: Callable[[Row], str]
 
 
@@ -99,7 +97,6 @@ def _table(named: list[Column], others: list[Column], rows: Sequence[Row]) -> Ta
 
 
 def print_texts(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    """Rows of long texts, as models and people wrote them, each folded within its column."""
     table = Table(title=plain(title), show_lines=True)
     for header in headers:
         table.add_column(plain(header), overflow="fold")

@@ -21,8 +21,6 @@ END_OF_THOUGHT = "</think>"
 
 
 class Text(NamedTuple):
-    """A text of a row: a column of it, or a turn."""
-
     name: str
     text: str
     has_loss: bool
@@ -112,7 +110,7 @@ def _without_spaces(text: str) -> str:
 
 
 def _fault(texts: list[Text], tokens: Tokens, tokenizer: Tokenizer) -> str | Text | None:
-    """In words, the first text whose loss is not what it should be; else the first Text that is not there."""
+    """In words, the first text with a wrong loss; else the first Text that is not there."""
     lost = None
     cursor = 0
     for text in texts:
@@ -127,7 +125,7 @@ def _fault(texts: list[Text], tokens: Tokens, tokenizer: Tokenizer) -> str | Tex
 
 
 def _find(text: Text, tokens: Tokens, cursor: int, tokenizer) -> tuple[bool | None, int]:
-    """(True where the text is there with its loss, False where it is there without, None where it is not; its end)."""
+    """(whether the text is there with its loss, None where it is not there; its end)."""
     is_there = None
     for needle in _spellings(text.text, tokenizer):
         at = tokens.text.find(needle, cursor)

@@ -27,11 +27,9 @@ TURNS = List(Json())
 
 
 class Form(NamedTuple):
-    """What the columns are, and how a row is converted; None where TRL takes it as it is."""
-
     description: str
     used: frozenset[str]  # columns of the data
-    convert: Callable[[Row], Row] | None = None
+    convert: Callable[[Row], Row] | None = None  # None where TRL takes a row as it is
     turns: tuple[str, ...] = ()  # columns of messages that `convert` makes, which a chat template writes
     example: Row | None = None  # the first row, converted
 
@@ -47,7 +45,6 @@ class RowError(TypeError):
 
 @contextlib.contextmanager
 def row_errors_as_findings(split: str) -> Iterator[None]:
-    """A RowError raised inside becomes a Refusal that names the row."""
     try:
         yield
     except RowError as error:
@@ -104,7 +101,7 @@ def _is_turn(value: Any) -> bool:
 
 
 def recognise(kinds: Mapping[str, str], settings: Settings, dataset_format: str | None) -> Form | None:
-    """The form of rows with such columns; None where the recipe trains on nothing that is there."""
+    """None where the recipe trains on nothing that is there."""
     if dataset_format in ("alpaca", "alpaca_chat"):
         return _alpaca(kinds, dataset_format)
     if skips_preparation(settings):

@@ -39,18 +39,7 @@ from zero_recipes.engine.huggingface import read_texts_as_texts, single_process_
 ALPACA = ", ".join(forms.ALPACA_COLUMNS)
 WANTED = {"alpaca": ALPACA, "alpaca_chat": ALPACA, "chat": "messages, conversations, or one question with one answer"}
 TRAINED_ON = f"prompt and completion, input_ids, the text of dataset_text_field, {WANTED['chat']}"
-PADDING_TOKENS = (
-    # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
-    "<|padding|>",
-    "<|finetune_right_pad_id|>",
-    "<|pad|>",
-    "<pad>",
-    "[PAD]",
-    # reserved, or never written by a tokenizer of today
-    "<|reserved_special_token_0|>",
-    "<unk>",
-    "[UNK]",
-)
+PADDING_TOKENS = forms.tables()["padding"]
 
 
 class MissingSplit(Refusal):
@@ -80,7 +69,7 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
 
 
 def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
-    """All splits of the recipe's data; those of a mixture are formatted. Raises Refusal."""
+    """Those of a mixture are formatted. Raises Refusal."""
     sources = _sources(settings)
     if not any(source["path"] for source in sources):
         raise refusal("ZR504")
@@ -95,7 +84,7 @@ def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
 
 
 def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
-    """The entries of `datasets`: one after the other, by TRL's `fraction`, or drawn by `weight`."""
+    """One after the other, by TRL's `fraction`, or drawn by `weight`."""
     parts = []
     found = []
     for entry in settings.datasets:
@@ -201,7 +190,7 @@ def _format_of(file: str) -> str | None:
 
 
 def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, Any]) -> tuple[Rows, Form]:
-    """Rows of one source as TRL takes them. `entry`: of `datasets`, whose own keys go before the recipe's."""
+    """`entry`: of `datasets`, whose own keys go before the recipe's."""
     columns = entry.get("columns")
     if not isinstance(columns, Mapping):  # names of columns to keep
         columns = None
@@ -259,7 +248,7 @@ def _streamed(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading(sources: list[dict[str, Any]]) -> Iterator[None]:
-    """What the datasets library raises becomes a Refusal, with the file, and of broken JSON the line."""
+    """What the datasets library raises becomes a Refusal, of broken JSON with the line."""
     try:
         yield
     except (Refusal, MemoryError):
@@ -358,7 +347,7 @@ def apply_chat_template_file(tokenizer: Tokenizer, settings) -> Tokenizer:
 
 
 class _WithoutEmbeddings(Mock):
-    """A model for `clone_chat_template`, where only the tokenizer is to change."""
+    """For `clone_chat_template`, where only the tokenizer is to change."""
 
     def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: None) -> None:
         self.vocab_size = new_num_tokens

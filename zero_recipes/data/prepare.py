@@ -73,8 +73,6 @@ _OUR_PARTS += [Path(part.__file__) for part in (as_written, audits, forms, load,
 
 
 class Data(NamedTuple):
-    """What a recipe names, formatted, and the tokenizer with the chat template in force."""
-
     train: load.Rows
     evaluation: load.Rows | None
     samples: list[Sample]
@@ -130,7 +128,6 @@ def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer) -> Pre
 
 
 def _stream(settings: Settings, training_args, tokenizer) -> tuple[load.Rows, Dataset | None]:
-    """Training rows, tokenised as they come, and evaluation rows."""
     if audits.drops_long_rows(training_args):
         raise refusal("ZR896")
     train, evaluation, _ = load.load_rows(settings)
@@ -384,7 +381,6 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
 
 
 def _some(rows: Dataset, data: Data, args, packing: bool) -> tuple[Dataset, Dataset]:
-    """At most PLANNED_ROWS of the rows, and what is made of them."""
     step = math.ceil(len(rows) / PLANNED_ROWS)
     chosen = rows.select(range(0, len(rows), step or 1))
     if audits.skips_preparation(args):

@@ -21,10 +21,8 @@ from zero_recipes.engine.huggingface import prepare_dataset
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt, ready to be tokenised, and the answer wanted (None: only shown, not scored)."""
-
     prompt: str
-    reference: str | None
+    reference: str | None  # the answer wanted; None: only shown, not scored
     templated: bool = False  # by a chat template, which has written the special tokens already
     source: str = "the recipe's own"  # where it comes from, for people
     row: dict[str, Any] | None = None  # prompt and completion as a training row has them; None without a reference
@@ -51,7 +49,7 @@ def rows_to_ask(requested: Any, evaluation, settings: Settings):
 def choose_samples(
     requested: Any, eval_rows, dataset_format: str | None, tokenizer: Tokenizer, split: str = "test"
 ) -> list[Sample]:
-    """The recipe's `sample_prompts`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
+    """`requested`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
 
     `eval_rows`: of dataset_test_split, named `split`; None where the data has none. Raises Refusal.
     """

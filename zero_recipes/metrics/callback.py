@@ -23,7 +23,7 @@ from zero_recipes.model import parameter_counts
 
 
 def strategy_of(args) -> Strategy:
-    """The strategy that accelerate's state says. `args`: TrainingArguments."""
+    """By accelerate's state. `args`: TrainingArguments."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState()
@@ -333,12 +333,12 @@ class StageMetricsCallback(TrainerCallback):
         return [every, non_padding, supervised if self.has_labels else None]
 
     def _logged(self) -> list[float] | None:
-        """Losses of all steps so far by the log; None where it has not each of them."""
+        """By the log; None where it has not each of them."""
         steps = range(self.started_at + 1, self.started_at + self.done + 1)
         return [self.logged_losses[step] for step in steps] if {*steps} <= self.logged_losses.keys() else None
 
     def states_so_far(self) -> dict[str, int]:
-        """Model-state bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
+        """Bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
         if self.probe is None or any(self.states.values()):
             return self.states
         return self.probe.read()

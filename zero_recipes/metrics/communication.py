@@ -71,7 +71,7 @@ class Step(NamedTuple):
 
 
 class CommunicationCounter:
-    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its gradients, FSDP2's as they pass."""
+    """DeepSpeed's at its backend, DDP's by its gradients, FSDP2's as they pass."""
 
     def __init__(self, engine: torch.nn.Module, strategy: Strategy):
         """`engine`: what wraps the model; of DDP and DeepSpeed the model itself will do."""

@@ -21,10 +21,9 @@ MOST_WARMUP_STEPS = 5
 
 
 class StateProbe:
-    """Reads the model states at every point of one optimizer step at which they can be largest.
-
-    Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
+    """Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
     optimizer (DeepSpeed makes fp32 copies there).
+
     `optimizer`: as accelerate has wrapped it; `record` is called as each phase ends.
     """
 
@@ -229,7 +228,7 @@ class RankFigures:
 
 
 class History(schema.Part):
-    """What a checkpoint carries for the run that goes on from it; all of it may be missing."""
+    """What a checkpoint carries; all of it may be missing."""
 
     summary: schema.Measurements = schema.Measurements()
     grad_norm_history: list[schema.Number] = Field([])

@@ -14,7 +14,7 @@ SWEEP_FILE = "sweep.json"
 
 
 class SampleRow(schema.Part):
-    """One line of samples.jsonl. In that of `zero-recipes ask`, before is the base and after the model."""
+    """Of samples.jsonl. In that of `zero-recipes ask`, before is the base and after the model."""
 
     prompt: str  # as the model got it, the template included
     before: str | None = None  # None where the base gave no answer
@@ -138,7 +138,6 @@ def read_samples(file: Path) -> list[SampleRow]:
 
 
 def read_sweep_file(folder: Path) -> SweepFile:
-    """Without runs where there is none. Raises ContractError."""
     path = folder / SWEEP_FILE
     if path.exists():
         return schema.read_part(SweepFile, path)

@@ -23,7 +23,7 @@ from zero_recipes.metrics.read_runs import SampleRow, mean_scores, question, sho
 
 @dataclass
 class Answers:
-    """What the model answered, in the order of the samples; losses: mean over the reference's tokens, None without."""
+    """In the order of the samples; losses: mean over the reference's tokens, None without."""
 
     texts: list[str]
     reference_losses: list[float | None]

@@ -90,7 +90,6 @@ def _recipe(folder: Path) -> dict[str, Any]:
 
 
 def _data(recipe: Mapping[str, Any]) -> list[str]:
-    """The names of a recipe's data: of the hub, or files of one of the formats."""
     entries = [*(recipe.get("datasets") or []), {"path": recipe.get("dataset_name")}]
     names = []
     for entry in entries:
@@ -178,10 +177,7 @@ def hub(token: str | None) -> HfApi:
 
 
 def push(folder: Path, repo: str, token: str | None = None, revision: str | None = None) -> str:
-    """One commit with the model, its card, its measurements and its recipe. Returns its address.
-
-    Other files stay here: checkpoints, logs, failures and pickles. Raises NotPushed.
-    """
+    """One commit without checkpoints, logs, failures and pickles. Returns its address. Raises NotPushed."""
     write_card(folder)
     names = {*saved_files(folder), README, PICTURE, SAMPLES, schema.FILE, RECIPE, "generation_config.json"}
     contents = {name: _redacted_file(folder / name) for name in sorted(names) if (folder / name).is_file()}

@@ -127,8 +127,6 @@ class TokenWeights:
 
 
 class CollatorWithRowLengths:
-    """TRL's padding-free collator, which puts rows one after the other, with how long each of them is."""
-
     def __init__(self, collate: Callable[[list[dict]], Batch]):
         self.collate = collate
 

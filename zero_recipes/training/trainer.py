@@ -294,7 +294,7 @@ class ZeroSFTTrainer(SFTTrainer):
         self._evaluate_if_due()  # it draws random numbers, as it would have before the signal
 
     def _evaluate_if_due(self) -> None:
-        """The evaluation that a signal has cut short, in the run that goes on from there. Collective."""
+        """The one that a signal has cut short, in the run that goes on from there. Collective."""
         if self.signals.evaluation_due:
             try:
                 self._determine_best_metric(self._evaluate(None, None), None)
