@@ -322,7 +322,7 @@ FAULTS = [
           accelerate=ACCELERATE),
     fault("an inline stage 3 that saves nothing", "ZR206", "accelerate", f"{INLINE}3\n",
           f"{INLINE}3\n  zero3_save_16bit_model: true\n", recipe="save_model: true"),
-    fault("parallelism in an accelerate file", "ZR301", "accelerate",
+    fault("parallelism in an accelerate file", "ZR244", "accelerate",
           f"{ACCELERATE}parallelism_config:\n  parallelism_config_sp_size: 2\n", ACCELERATE, ds={}),
     fault("FP8", "ZR199", "accelerate", f"{DDP}mixed_precision: fp8\n", DDP),
     fault("an accelerate file of another form", "ZR199", "accelerate", "deepspeed_config: zero2\n", ACCELERATE, ds={}),

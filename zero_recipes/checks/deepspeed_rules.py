@@ -67,7 +67,7 @@ def _stops(run: Run) -> dict[str, Any]:
         "zenflow": zero.get("zenflow"),
         "legacy_stage1": zero.get("legacy_stage1"),
         "data_routing": run.value("data_efficiency.enabled") and routing,
-        "monitor_package": _lacks_monitor(run),
+        "monitor_package": any(run.value(f"{name}.enabled") and not find_spec(MONITORS[name]) for name in MONITORS),
         "managed_accumulation": run.value("managed_gradient_accumulation") is False,
         "deprecated_offload": zero.get("cpu_offload") and not ds.optimizer,
         "no_gradient_norm": without_norm and (settings.max_grad_norm > 0 or ds.offload_optimizer),
@@ -117,11 +117,6 @@ def _is_cpu_adam(run: Run) -> bool:
     optim = run.settings.optim
     forced = run.ds.raw.get("zero_force_ds_cpu_optimizer", True)
     return bool(forced) and str(getattr(optim, "value", optim)).startswith("adamw_torch")
-
-
-def _lacks_monitor(run: Run) -> bool:
-    blocks = [block for block in MONITORS if run.value(f"{block}.enabled")]
-    return not all(find_spec(MONITORS[block]) for block in blocks)
 
 
 def _divides_by_8(run: Run) -> bool:

@@ -70,9 +70,7 @@ def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refus
     driver = driver_version(host)
     if driver:
         seen.append(f"driver {driver}")
-    for path in sorted(host.at("/dev").glob("nvidia*")):
-        if re.fullmatch(r"nvidia\d+", path.name):
-            seen.append(f"/dev/{path.name}")
+    seen += sorted(f"/dev/{path.name}" for path in host.at("/dev").glob("nvidia[0-9]*"))
     if seen:
         yield finding(
             "ZR650",

@@ -134,8 +134,6 @@ def is_fsdp1(environment: Mapping[str, str]) -> bool:
 
 def launcher_findings(environment: Mapping[str, str], precision: str) -> Iterator[Finding]:
     """A recipe in fp32 would train in the file's precision; any other keeps its own."""
-    if is_on(environment, "PARALLELISM_CONFIG"):
-        yield finding("ZR301")
     if is_fsdp1(environment):
         yield finding("ZR314")
     of_the_file = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()

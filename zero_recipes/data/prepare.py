@@ -242,17 +242,14 @@ def prepare_split(
             tokenised = masks.tokenise_as_written(rows, tokenizer, training_args)
             tokenised, doubled = masks.with_single_markers(rows, tokenised, tokenizer)
             if doubled:
-                findings.append(_doubled_markers(doubled, len(rows), tokenizer, split))
+                markers = " and ".join(dict.fromkeys([str(tokenizer.bos_token), str(tokenizer.eos_token)]))
+                about = {"count": len(doubled), "rows": len(rows), "split": split, "row": doubled[0]}
+                findings.append(finding("ZR530", **about, markers=markers))
             findings += as_written_findings(rows, tokenised, tokenizer, training_args, split)
             ready = finish(tokenised, tokenizer, training_args, packing)
     found = audits.audit(rows, tokenised, ready, tokenizer, training_args)
     findings += audits.audit_findings(found, rows, tokenizer, training_args, split)
     return Split(rows, tokenised, ready, found), findings
-
-
-def _doubled_markers(doubled: list[int], rows: int, tokenizer: Tokenizer, split: str) -> Finding:
-    markers = dict.fromkeys([str(tokenizer.bos_token), str(tokenizer.eos_token)])
-    return finding("ZR530", count=len(doubled), rows=rows, split=split, row=doubled[0], markers=" and ".join(markers))
 
 
 def recognised(data: Data, split: Split) -> list[str]:

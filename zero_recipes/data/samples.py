@@ -32,7 +32,7 @@ class Sample:
 
 
 def takes_rows(requested: Any) -> bool:
-    """Whether `sample_prompts` is a number of rows of the test split."""
+    """A number, of rows of the test split."""
     return requested is not None and str(requested).isdecimal() and int(requested) > 0
 
 

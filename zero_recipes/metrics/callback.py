@@ -190,7 +190,6 @@ class StageMetricsCallback(TrainerCallback):
             "micro_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "max_length": getattr(args, "max_length", None),
-            "recipe_sha256": None,
         }
         self.identity = schema.RunIdentity(**of_trainer | self.known)
         self.used = probe.UsedFlops(self.identity)

@@ -179,18 +179,11 @@ def sample_rows(
 
     rows = []
     for number, sample in enumerate(samples):
-        row = SampleRow(
-            prompt=sample.prompt,
-            before=None,
-            after=after.texts[number],
-            reference=sample.reference,
-            scores_before={},
-            scores_after=scores(sample, after, number),
-        )
+        row = {"prompt": sample.prompt, "reference": sample.reference, "scores_before": {}}
+        row |= {"after": after.texts[number], "scores_after": scores(sample, after, number)}
         if before is not None:
-            earlier = {"before": before.texts[number], "scores_before": scores(sample, before, number)}
-            row = row.model_copy(update=earlier)
-        rows.append(row)
+            row |= {"before": before.texts[number], "scores_before": scores(sample, before, number)}
+        rows.append(SampleRow(**row))
     return rows
 
 

@@ -67,7 +67,7 @@ class TokenWeights:
 
     @property
     def shares_sequences(self) -> bool:
-        """Whether each row is shared by several processes (Ulysses)."""
+        """By Ulysses."""
         parallelism = self.trainer.accelerator.parallelism_config
         return parallelism is not None and parallelism.sp_enabled
 
@@ -88,7 +88,7 @@ class TokenWeights:
         return batches, count
 
     def repeated_tokens(self, batch: Batch) -> torch.Tensor | None:
-        """See the function; None where there is no such row. Their labels are -100 by then."""
+        """None where no row is repeated. Their labels are -100 by then."""
         if self._repeated is None or self._repeated[0] is not batch:
             return None
         return self._repeated[1]
@@ -167,7 +167,7 @@ class TokenMetrics:
         self._evaluated: torch.Tensor | int = 0  # the same, summed over an evaluation
 
     def are_put_off(self, is_vlm: bool) -> bool:
-        """Whether `loss` may take the place of TRL's: for no loss but cross-entropy."""
+        """For no loss but cross-entropy."""
         trainer = self.trainer
         return (
             self.when == "logging_steps"
