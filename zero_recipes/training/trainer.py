@@ -67,13 +67,14 @@ class Extras:
 class NotSaved(Exception):
     """The run ends; the checkpoints before it are as they were."""
 
-    def __init__(self, checkpoint: Path, error: Exception):
-        free = shutil.disk_usage(checkpoint.parent).free
-        super().__init__(
-            f"{checkpoint} could not be saved: {type(error).__name__}: {first_line(error)}. {free:,} bytes are free on "
-            "its disk. Earlier checkpoints are unchanged. Free some space first; save_total_limit: 1 keeps only the "
-            "newest checkpoint."
-        )
+
+def not_saved(checkpoint: Path, error: Exception) -> NotSaved:
+    free = shutil.disk_usage(checkpoint.parent).free
+    return NotSaved(
+        f"{checkpoint} could not be saved: {type(error).__name__}: {first_line(error)}. {free:,} bytes are free on its "
+        "disk. Earlier checkpoints are unchanged. Free some space first; save_total_limit: 1 keeps only the newest "
+        "checkpoint."
+    )
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
@@ -458,7 +459,7 @@ class ZeroSFTTrainer(SFTTrainer):
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                raise NotSaved(checkpoint, error) from error
+                raise not_saved(checkpoint, error) from error
             finally:
                 self.args.save_total_limit = limit
             with rank_0_writes():
