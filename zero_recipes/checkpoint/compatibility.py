@@ -31,11 +31,7 @@ def recipe_facts(settings: Settings, strategy: Strategy) -> dict[str, Any]:
     for block in BLOCKS:
         facts[f"the ds_config's {block}"] = strategy.ds.raw.get(block)
     facts["accelerator_config"] = _accelerator_config(settings)
-
-    def plain(value: Any) -> Any:
-        return getattr(value, "value", str(value))
-
-    return json.loads(json.dumps(facts, default=plain))
+    return json.loads(json.dumps(facts, default=lambda value: getattr(value, "value", str(value))))
 
 
 def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:

@@ -147,7 +147,7 @@ def checkpoint_fault(checkpoint: Path) -> str | None:
 
 
 def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
-    """By the manifest's checksums. Each of `of` processes reads its `share` of the files."""
+    """The first changed file, by the manifest's checksums. Each of `of` processes reads its `share` of them."""
     found = read_manifest(checkpoint)
     if found is None:
         return None

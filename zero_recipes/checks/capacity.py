@@ -311,4 +311,4 @@ def _checkpoints_kept(settings: Settings) -> int:
     limit = settings.save_total_limit or 0
     if limit > 0:
         written = min(written, limit + 1)
-    return max(1, written)
+    return written

@@ -237,7 +237,7 @@ def _handed_over(run: Run) -> dict[str, Any]:
 
 
 def _bind_optimizer(block: Mapping[str, Any] | None) -> None:
-    """At names of parameters that Adam or torch's optimizers do not have."""
+    """Raises at names of parameters that Adam or torch's optimizers do not have."""
     import torch
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS

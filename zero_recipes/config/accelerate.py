@@ -143,7 +143,7 @@ def launcher_findings(environment: Mapping[str, str], precision: str) -> Iterato
 
 
 def refuse_what_no_launch_takes(config: "ClusterConfig", path: Path) -> None:
-    """Its launch would train something else silently, or wait without an end."""
+    """It would train something else silently, or wait without an end."""
     if config.mpirun_config:
         raise refusal("ZR331", path=path)
     if config.num_machines == 1:

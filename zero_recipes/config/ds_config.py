@@ -226,7 +226,7 @@ class DsConfig:
 
     @property
     def optimizer(self) -> Mapping[str, Any] | None:
-        """It then counts instead of the recipe's keys."""
+        """Counts instead of the recipe's keys."""
         return self.raw.get("optimizer")
 
     @property

@@ -214,12 +214,8 @@ def range_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
     high = allowed.get("max", math.inf)
     if low <= value <= high:
         return
-    words = []
-    if "min" in allowed:
-        words.append(f"at least {low:,}")
-    if "max" in allowed:
-        words.append(f"at most {high:,}")
-    shown = " and ".join(words) or "a number"
+    words = {"min": "at least", "max": "at most"}
+    shown = " and ".join(f"{words[end]} {allowed[end]:,}" for end in words if end in allowed) or "a number"
     yield finding("ZR113", key=key, where=where, value=value, allowed=shown)
 
 

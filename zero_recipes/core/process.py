@@ -95,7 +95,7 @@ def kill_with_children(process: psutil.Process) -> None:
 
 
 def end_with_parent() -> None:
-    """However the parent ends, this process is killed."""
+    """From now on this process is killed when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

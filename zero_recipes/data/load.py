@@ -219,7 +219,7 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
 
 
 def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
-    """By the first rows. `asks_hub`: data of the hub is looked at too, which takes seconds."""
+    """Read the first rows. `asks_hub`: also of data of the hub, which takes seconds."""
     paths = [entry["path"] for entry in settings.datasets] or [settings.dataset_name]
     if not asks_hub and any(map(on_hub, set(paths) - packaged_formats())):
         return

@@ -232,7 +232,7 @@ def _start_of(rows: load.Rows, split: str) -> Dataset:
 def prepare_split(
     rows: Dataset, tokenizer: Tokenizer, training_args, packing: bool, split: str = "the data"
 ) -> tuple[Split, list[Finding]]:
-    """And what is wrong with it. Raises Refusal."""
+    """(the split, what is wrong with it). Raises Refusal."""
     with library_error_as_finding(f"tokenizing the rows of {split}"):
         audits.refuse_broken_tokens(rows, tokenizer, split)
         findings = []
@@ -253,7 +253,7 @@ def prepare_split(
 
 
 def recognised(data: Data, split: Split) -> list[str]:
-    """In words, and what nothing reads."""
+    """What the columns are taken for, in words, and what nothing reads."""
     lines = [form.description for form in data.forms]
     unread = as_written.unread_by_template(split.rows, data.tokenizer)
     if unread:
@@ -289,7 +289,7 @@ def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
 
 
 def _folder(data: Data, training_args) -> Path:
-    """By a hash over all that makes them."""
+    """Where prepared rows are kept: by a hash over all that makes them."""
     known = {name: getattr(training_args, name, None) for name in _READ_OF_ARGUMENTS}
     known["seed"] = training_args.seed if training_args.shuffle_dataset else None
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
@@ -326,7 +326,7 @@ def data_sha256(rows: Dataset) -> str:
 
 
 def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
-    """Or why they are not known. Without asking the hub. `path`: the recipe's.
+    """A text says why they are not known. The hub is not asked. `path`: the recipe's.
 
     All as a run has prepared them, where one has; else at most PLANNED_ROWS.
     """

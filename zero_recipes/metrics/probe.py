@@ -122,7 +122,7 @@ class UsedFlops:
         self.logged_steps = 0
 
     def count(self, model: torch.nn.Module) -> None:
-        """`model`: with its adapter. Without FLOPs where its config does not say how wide attention is."""
+        """`model`: with its adapter. Not counted where its config does not say how wide attention is."""
         try:
             self.model = model_flops(model, whole_shape)
         except (AttributeError, TypeError, ZeroDivisionError) as error:  # a config of the model's own making

@@ -77,7 +77,7 @@ def _set_up_libraries(run: Run, arguments: SFTConfig) -> None:
 
 
 def _log_in(run: Run, arguments: SFTConfig) -> None:
-    """Its repository is created once it has weights, and wandb's callback logs in then."""
+    """Before the weights are loaded: the repository is created, and wandb's callback logs in, after that."""
     if "wandb" in arguments.report_to and os.environ.get("WANDB_MODE", "online") == "online":
         once(library_error_as_finding("logging in (report_to: wandb)")(import_module("wandb").login), "logs in")
     if run.settings.push_to_hub:
