@@ -132,17 +132,12 @@ def _host_terms(run: Run, psi: int, here: int) -> dict[str, int]:
             terms["offloaded optimizer"] = states.optimizer
         if ds.offload_param == "cpu":
             terms["offloaded parameters"] = states.params
-        loaded = _loading(run, psi)
+        width = _loaded_width(run)
+        is_mapped = not run.settings.random_weights and width == _bytes_of(run.config.dtype)
+        loaded = 0 if is_mapped or run.stage == 3 else width * psi  # by every process
         if loaded > sum(terms.values()):  # not at the same moment
             terms = {"weights while loading": loaded}
     return {what: int(here * size) for what, size in terms.items()}
-
-
-def _loading(run: Run, psi: int) -> int:
-    """Bytes of weights. Below stage 3 every process loads them; a file of the requested dtype is only mapped."""
-    width = _loaded_width(run)
-    is_mapped = not run.settings.random_weights and width == _bytes_of(run.config.dtype)
-    return 0 if is_mapped or run.stage == 3 else width * psi
 
 
 def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accumulates: bool) -> float:

@@ -104,9 +104,10 @@ def fill_own_autos(
     environment: Mapping[str, str],
     size_of_model: Callable[[], tuple[int, int] | None],
 ) -> dict[str, Any]:
-    """A copy of `config` with the "auto" values that are ours to fill in. What cannot be known stays "auto".
+    """A copy of `config` with the "auto" values that are ours to fill in.
 
-    `settings`: use_cpu as it is in force. `size_of_model`: (hidden size, elements of the largest tensor).
+    What cannot be known stays "auto", and the checks find it. `settings`: the recipe's, use_cpu as it is in force.
+    `size_of_model`: (hidden size, elements of the largest tensor), called where something is sized by the model.
     """
     filled = copy.deepcopy(dict(config))
     zero = filled.get("zero_optimization", {})
@@ -137,7 +138,7 @@ def _is_sized_by_model(config: Mapping[str, Any]) -> bool:
 
 
 def _fill_buckets(zero: dict[str, Any], settings: Any, world_size: int, size: tuple[int, int] | None) -> None:
-    """docs/performance.md has the measurements."""
+    """docs/performance.md has the measurements. The bounds are a quarter on CPUs."""
     hidden, largest_tensor = size or (0, UNKNOWN)
     scale = 4 if settings.use_cpu else 1
     smallest = SMALLEST // scale

@@ -75,7 +75,7 @@ _signals: list[int] = []  # of STOPPING, that have come
 
 
 def remember_signals(remembered: bool) -> None:
-    """From now on SIGTERM and SIGUSR1 are remembered (`signalled`), or end this process as usual."""
+    """Whether SIGTERM and SIGUSR1 are remembered (`signalled`), from now on, or end this process as usual."""
     _signals.clear()
     for number in STOPPING:
         signal.signal(number, (lambda number, _: _signals.append(number)) if remembered else signal.SIG_DFL)

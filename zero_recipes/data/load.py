@@ -219,7 +219,10 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
 
 
 def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
-    """Read the first rows. `asks_hub`: also of data of the hub, which takes seconds."""
+    """Look at the first rows of the data: is it there, with the splits and columns that the recipe names?
+
+    `asks_hub`: data of the hub is looked at too, which takes seconds.
+    """
     paths = [entry["path"] for entry in settings.datasets] or [settings.dataset_name]
     if not asks_hub and any(map(on_hub, set(paths) - packaged_formats())):
         return

@@ -128,6 +128,7 @@ def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer) -> Pre
 
 
 def _stream(settings: Settings, training_args, tokenizer) -> tuple[load.Rows, Dataset | None]:
+    """Training rows, tokenised as they come, and evaluation rows."""
     if audits.drops_long_rows(training_args):
         raise refusal("ZR896")
     train, evaluation, _ = load.load_rows(settings)
@@ -184,7 +185,7 @@ def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
 
 
 def finish(tokenised: Dataset, tokenizer: Tokenizer, training_args, packing: bool) -> Dataset:
-    """Truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
+    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
 
     Packed by one process: TRL 1.16 packs within one worker's share, so that packs would depend on their number.
     """
@@ -289,7 +290,7 @@ def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
 
 
 def _folder(data: Data, training_args) -> Path:
-    """Where prepared rows are kept: by a hash over all that makes them."""
+    """Where prepared rows are kept: a hash over all that makes them."""
     known = {name: getattr(training_args, name, None) for name in _READ_OF_ARGUMENTS}
     known["seed"] = training_args.seed if training_args.shuffle_dataset else None
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
@@ -378,6 +379,7 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
 
 
 def _some(rows: Dataset, data: Data, args, packing: bool) -> tuple[Dataset, Dataset]:
+    """At most PLANNED_ROWS of the rows, and what is made of them."""
     step = math.ceil(len(rows) / PLANNED_ROWS)
     chosen = rows.select(range(0, len(rows), step or 1))
     if audits.skips_preparation(args):

@@ -121,9 +121,10 @@ def _text(value: Any) -> str:
 
 
 def with_tokens(samples: list[Sample], tokenizer: Tokenizer, training_args) -> list[Sample]:
-    """With the tokens of prompt and answer as a training row has them; the answer's alone carry loss.
+    """The samples with the tokens of prompt and answer as a training row has them, truncated as one.
 
     A tokenizer may write a word otherwise at a text's beginning than behind the prompt (SentencePiece's space mark).
+    The answer's tokens alone carry loss, whatever training gives a loss.
     """
     single = copy.copy(training_args)
     single.shuffle_dataset = False

@@ -40,10 +40,7 @@ class ModelFlops:
     def of_rows(self, lengths: Iterable[float]) -> float:
         """FLOPs of forward and backward of rows of these lengths, in tokens; packed rows each by itself."""
         rows = list(lengths)
-        seen = []
-        for window in self.attention:
-            seen.append(sum(squares(row, window) for row in rows))
-        return self.of_step(sum(rows), seen)
+        return self.of_step(sum(rows), [sum(squares(row, window) for row in rows) for window in self.attention])
 
 
 def squares(length: float, window: int | None) -> float:

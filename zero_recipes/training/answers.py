@@ -167,7 +167,7 @@ def sample_rows(
     after: Answers,
     compare: Callable[[str, str], dict[str, float]] = text_scores,
 ) -> list[SampleRow]:
-    """`before`: None where there is no base answer. No scores where there is no reference."""
+    """Rows of samples.jsonl. `before`: None where there is no base answer. No scores where there is no reference."""
 
     def scores(sample: Sample, answers: Answers, number: int) -> dict[str, float | None]:
         if sample.reference is None:

@@ -4,6 +4,7 @@ TRL 1.16 and transformers 5.23 do this in training for most models and rows. Wha
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import datasets
@@ -61,7 +62,7 @@ class TokenWeights:
         self.trainer = trainer
         count_tokens_with_loss(trainer)
         if trainer.padding_free:
-            trainer.data_collator = CollatorWithRowLengths(trainer.data_collator)
+            trainer.data_collator = partial(collated_with_lengths, trainer.data_collator)
         self._repeated: tuple[Batch, torch.Tensor] | None = None  # an epoch's last batch, and which of its tokens
         self._evaluated = torch.zeros(2)  # summed loss, tokens
 
@@ -126,12 +127,8 @@ class TokenWeights:
         return tokens_repeated(batch["labels"], lengths, left_over, self.trainer.accelerator.process_index)
 
 
-class CollatorWithRowLengths:
-    def __init__(self, collate: Callable[[list[dict]], Batch]):
-        self.collate = collate
-
-    def __call__(self, rows: list[dict]) -> Batch:
-        return self.collate(rows) | {ROW_LENGTHS: [len(row["input_ids"]) for row in rows]}
+def collated_with_lengths(collate: Callable[[list[dict]], Batch], rows: list[dict]) -> Batch:
+    return collate(rows) | {ROW_LENGTHS: [len(row["input_ids"]) for row in rows]}
 
 
 def tokens_repeated(labels: torch.Tensor, lengths: list[int] | None, left_over: int, rank: int) -> torch.Tensor:
