@@ -74,7 +74,6 @@ def _order_by_world(settings: Settings) -> Iterator[str]:
 
 
 def refuse_other_data(checkpoint: str | None, data_sha256: str) -> None:
-    """`data_sha256`: data.prepare.Prepared's."""
     if checkpoint is None:
         return
     written = read_manifest(Path(checkpoint)) or {}

@@ -128,7 +128,6 @@ def _identity(stat: os.stat_result) -> tuple[int, int]:
 
 
 def _refuse_foreign(output_dir: Path) -> None:
-    """Nothing of another program's may be renamed or deleted."""
     for folder in (output_dir, previous_of(output_dir)):
         if folder.exists() and not _is_ours(folder):
             raise _not_kept(output_dir, f"{folder} has no run of zero-recipes")

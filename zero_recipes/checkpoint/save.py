@@ -329,7 +329,6 @@ def write_checksums(folder: Path) -> None:
 
 
 def saved_files(folder: Path) -> list[str]:
-    """Weights, configurations and tokenizer."""
     names = set()
     for pattern in SAVED:
         names.update(path.name for path in folder.glob(pattern) if path.is_file())

@@ -29,7 +29,6 @@ from zero_recipes.model import built_or_none
 options = partial(package_yaml, __package__, "options.yaml")
 
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
-RUN_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @functools.lru_cache(maxsize=1)
@@ -134,7 +133,7 @@ def silent_about_quantization(run: Run) -> dict[str, Any]:
         return {}
     model = bare_model(run)
     storage = str(settings.bnb_4bit_quant_storage or "uint8")
-    dtype = RUN_DTYPES.get(settings.precision)
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(settings.precision)
     is_other_storage = settings.load_in_4bit and storage != dtype
     return {
         "quantizes_nothing": model is not None and not has_quantizable_layers(model),

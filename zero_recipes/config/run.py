@@ -55,7 +55,6 @@ class Run:
 
     @property
     def stage(self) -> int | None:
-        """None without DeepSpeed."""
         return self.strategy.zero_stage
 
     @property
