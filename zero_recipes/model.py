@@ -1,4 +1,4 @@
-"""The model as the recipe says: its weights or random ones, its attention implementation and never another."""
+"""The model as the recipe says."""
 
 import contextlib
 import zlib
@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Refusal, finding, first_line, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import Refusal, finding, library_error_as_finding, raise_errors, refusal
 from zero_recipes.engine.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
 from zero_recipes.engine.patches import keep_4bit_layout
@@ -24,23 +24,19 @@ _KEY_PROBLEMS = {
 
 
 def load_config(settings: Settings) -> PretrainedConfig:
-    """Refuses a model that is neither a folder here nor in the cache or on the hub."""
+    """Raises Refusal."""
     name = settings.model_name_or_path
     if name is None:
         raise refusal("ZR401")
-    try:
-        if name.startswith((".", "/")) and not Path(name).is_dir():
-            raise OSError(f"There is no such folder in {Path.cwd()}.")  # transformers takes it for a name of the hub
-        trust = settings.trust_remote_code
+    trust = settings.trust_remote_code
+    with library_error_as_finding(f"reading the configuration of {name}"):
         return AutoConfig.from_pretrained(name, revision=settings.model_revision, trust_remote_code=trust)
-    except (OSError, ValueError) as error:
-        raise refusal("ZR403", name=name, error=first_line(error)) from error
 
 
 def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
     """The PeftConfig of TRL's keys, with those of `peft_config` over them; None without `use_peft`.
 
-    Raises what PEFT raises. Without `has_weights` no start of the adapter is computed from the model's weights.
+    Without `has_weights` no start of the adapter is computed from the model's weights.
 
     TRL 1.16 (trainer/model_config.py) makes a text of a list with one name: "all-linear", or what PEFT takes for a
     pattern that the module's whole name must match. `lora_target_modules: [q_proj]` would match none.
@@ -65,7 +61,7 @@ def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
 
 
 def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Without memory. Raises whatever the class of the model raises."""
+    """Without memory."""
     with torch.device("meta"), without_deepspeed_announcement():  # one rank alone may build it
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
@@ -83,7 +79,6 @@ def refuse_other_keys(config: PretrainedConfig, settings: Settings) -> None:
 
     transformers fills what is missing with random numbers and drops what is unexpected, with a warning; at ZeRO stage 3
     it does not even know what is unexpected or of another shape (5.23, modeling_utils.py `_load_pretrained_model`).
-    The model class's own ignore patterns count, its renamings and its tied weights too. Raises Refusal.
     """
     if settings.random_weights or _quantization(settings, config) is not None:  # load_model looks at the load itself
         return
@@ -115,7 +110,7 @@ def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
 
 
 def rehearse_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
-    """As `load_model` makes it, without memory and weights. Raises whatever the libraries raise."""
+    """As `load_model` makes it, without memory and weights."""
     is_folder = Path(str(settings.model_name_or_path)).is_dir()
     with torch.device("meta"), without_deepspeed_announcement():  # one rank alone may build it
         if is_folder and settings.model_init_kwargs and not settings.random_weights:
@@ -179,10 +174,10 @@ def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
 
 
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Fill every matrix with normal numbers (deviation: config.initializer_range) from a seed of its own name.
+    """Fill every matrix with normal numbers from a seed of its own name.
 
     The same under every strategy: deepspeed.zero.Init draws others than the plain constructor does.
-    One tensor is whole at a time. Biases and norms keep the constructor's constants.
+    Biases and norms keep the constructor's constants.
     """
     for name, p in model.named_parameters():
         if len(whole_shape(p)) < 2:
@@ -207,7 +202,7 @@ def loaded_values(model: PreTrainedModel, config: PretrainedConfig, settings: Se
     """(parameter, its whole value before anything has rounded it) of each one that is trained.
 
     None if the checkpoint lacks it, on the meta device if it is 16 bits itself.
-    transformers reads the mapped file again. Random weights are drawn again, but not biases and norms: 0 and 1.
+    Random weights are drawn again, but not biases and norms: 0 and 1.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if settings.random_weights:
@@ -237,7 +232,7 @@ def size_of(settings: Settings) -> tuple[int, int] | None:
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
-    """(all, trainable) parameters: also those that ZeRO stage 3 has partitioned or 4 bit has packed; tied ones once."""
+    """(all, trainable): also those that ZeRO stage 3 has partitioned or 4 bit has packed; tied ones once."""
     packed = {id(weight): state.shape.numel() for weight, state in packed_weights(model)}
     total = 0
     trainable = 0

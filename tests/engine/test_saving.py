@@ -15,6 +15,7 @@ from tests.helpers.tiny import arguments, llama_config, weights_apart, write_rec
 from zero_recipes.checks.capacity import checkpoint_bytes, read_at_resume
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
+from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.tools.verify import verify
 
@@ -63,7 +64,8 @@ def test_a_real_checkpoint_is_as_large_as_predicted(trained, strategy):
     written = [p for p in (run.folder / "checkpoint-6").rglob("*") if p.suffix in (".safetensors", ".pt")]
     settings = recipes.parse_recipe(run.recipe, recipes.read_recipe_file(run.recipe), []).settings
     psi = run.metrics["parameters"]
-    predicted = checkpoint_bytes(launched, settings, SimpleNamespace(dtype=torch.float16), psi, 2)
+    fp16 = SimpleNamespace(dtype=torch.float16)
+    predicted = checkpoint_bytes(Run(None, settings, {}, launched, "cpu", {}, fp16), psi, 2)
     assert predicted < sum(p.stat().st_size for p in written) < 1.1 * predicted + 100_000
     states = [path.stat().st_size for path in run.folder.glob("checkpoint-6/global_step*/*_states.pt")]
     read = read_at_resume(2 * psi, 12 * psi, stage, 2)

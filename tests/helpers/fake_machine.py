@@ -15,7 +15,7 @@ from zero_recipes.core.host import Host
 PYTHON_H = f"{sysconfig.get_path('include')}/Python.h"
 CXX = "/usr/bin/c++"
 CONTAINER = {"/proc/self/cgroup": "0::/\n"}
-SEEN = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA", "/sys/class/infiniband_verbs/uverbs3/ibdev": "mlx5_0\n"}
+SEEN = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA"}
 MODULE = "NVRM version: NVIDIA UNIX {}  {}  Release Build\nGCC version: gcc 12.2.0\n"
 CLOSED, OPEN = "x86_64 Kernel Module", "Open Kernel Module for x86_64"
 DRIVER = {"/proc/driver/nvidia/version": MODULE.format(CLOSED, "550.54.15"), "/dev/nvidia0": ""}
@@ -66,8 +66,8 @@ def ds_config(config: dict, offload: str | None = None, stage: int = 2) -> DsCon
     return DsConfig(config | {"zero_optimization": zero | config.get("zero_optimization", {})})
 
 
-def run_of(settings, device="cuda", stage=2, world=2, output_dir="out", offload=None, **changes) -> Run:
+def run_of(settings, device="cuda", stage=2, world=2, output_dir="out", offload=None, config=None, **changes) -> Run:
     name = "ddp" if stage is None else f"zero{stage}"
-    config = None if stage is None else ds_config({}, offload, stage)
-    strategy = Strategy(name, world, config, "c.json")
-    return Run(None, settings.replace(output_dir=str(output_dir), **changes), {}, strategy, device, {})
+    deepspeed = None if stage is None else ds_config({}, offload, stage)
+    strategy = Strategy(name, world, deepspeed, "c.json")
+    return Run(None, settings.replace(output_dir=str(output_dir), **changes), {}, strategy, device, {}, config)

@@ -63,11 +63,11 @@ def test_what_a_process_may_take_is_the_least_of_the_host_and_its_cgroups(
     ],
 )
 def test_host_memory_that_a_run_certainly_needs(settings, tmp_path, run, needs):
-    run = run_of(settings, **run)
+    run = run_of(settings, config=CONFIG, **run)
     kib = int(needs * GB / 1024)
     for spare, found in ((-10, needs > 0), (10, False)):
         host = machine(tmp_path, {"/proc/meminfo": f"MemAvailable: {max(kib + spare, 0)} kB\n"})
-        findings = list(memory_findings(run, CONFIG, PSI, run.strategy.world_size, host))
+        findings = list(memory_findings(run, PSI, run.strategy.world_size, host))
         assert [finding.level for finding in findings] == ["error"] * found
         assert not found or f"at least {units.size(needs * GB)} of host memory" in said(findings)
 
@@ -104,11 +104,11 @@ SAVES = dict(save_strategy="steps", max_steps=100, save_steps=50)
 )
 def test_disk_for_checkpoints_and_the_model(settings, tmp_path, changes, gigabytes):
     """What goes before counts as room."""
-    run, free = run_of(settings, output_dir=tmp_path / "out", **changes), gigabytes * GB
-    assert said(disk_findings(run, CONFIG, PSI, 2, machine(tmp_path / "r", free=free))) == ""
+    run, free = run_of(settings, config=CONFIG, output_dir=tmp_path / "out", **changes), gigabytes * GB
+    assert said(disk_findings(run, PSI, 2, machine(tmp_path / "r", free=free))) == ""
     if gigabytes:
         host = machine(tmp_path / "r", free=free - 1)
-        assert f"at least {units.size(free)}, but" in said(disk_findings(run, CONFIG, PSI, 2, host))
+        assert f"at least {units.size(free)}, but" in said(disk_findings(run, PSI, 2, host))
         (tmp_path / "out" / "checkpoint-1").mkdir(parents=True)
         (tmp_path / "out" / "checkpoint-1" / "model.safetensors").write_bytes(b"0")
-        assert said(disk_findings(run, CONFIG, PSI, 2, host)) == ""
+        assert said(disk_findings(run, PSI, 2, host)) == ""

@@ -187,7 +187,7 @@ def test_a_silent_hub_is_asked_once_and_then_left_alone(tmp_path, online, monkey
         assert cli.main(["check", "recipe.yaml"]) == 2
         assert os.environ["HF_HUB_OFFLINE"] == "1" and datasets.config.HF_HUB_OFFLINE
         text = capsys.readouterr().out
-        assert text.count("[ZR430]") == 1 and text.count("[ZR403]") == 1
+        assert text.count("[ZR430]") == 1 and text.count("reading the configuration of nobody/has-this") == 1
 
 
 # whom it refuses, and who says so
@@ -195,12 +195,12 @@ def test_a_silent_hub_is_asked_once_and_then_left_alone(tmp_path, online, monkey
 
 def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_checked(tmp_path):
     settings = sound_settings(tmp_path)
-    run, config = run_of(settings, device="cpu", output_dir=tmp_path), load_config(settings)
+    run = run_of(settings, device="cpu", output_dir=tmp_path, config=load_config(settings))
     for rehearsal, level in ((False, "error"), ("here", "error"), ("elsewhere", "warning")):
-        (finding,) = machines.machine_findings(run, config, {}, machine(tmp_path, lacks=CXX), rehearsal)
+        (finding,) = machines.machine_findings(run, machine(tmp_path, lacks=CXX), rehearsal)
         assert (finding.level, finding.scope) == (level, "machine")
         assert finding.what.startswith("on this machine") == (rehearsal == "elsewhere")
-    assert machines.machine_findings(run, config, {}, machine(tmp_path / "fixed"), False) == []
+    assert machines.machine_findings(run, machine(tmp_path / "fixed"), False) == []
 
 
 def test_check_refuses_a_machine_that_the_recipe_means(tmp_path, monkeypatch, capsys):

@@ -343,7 +343,7 @@ def test_csv_files_have_the_separator_of_their_header(tmp_path, name, separator)
 
 def test_numbers_that_may_have_been_texts_are_refused_by_their_column(tmp_path):
     (found,) = found_in(written(tmp_path, {"train.jsonl": lines([{"question": "Zip?", "answer": 2101}] * 3)}))
-    assert found.code == "ZR526" and "the column answer of train holds values of the type int64" in found.what
+    assert found.code == "ZR508" and "answer (int64)" in found.what
 
 
 @pytest.mark.private
@@ -418,12 +418,10 @@ THREE = [chat({"role": "system", "content": "Be kind."}, ASK, REPLY, ASK, REPLY 
          "warning", "message 0 (system): Be kind."),
         (TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] != 'assistant' }}"),
          "ZR528", "error", "message 2 (assistant): Here."),
-        (TEMPLATE.replace("%}<assistant>\n", "%}<assistant>\n<think>\n"), "ZR529", "warning", "'<think>\\n'"),
     ],
 )  # fmt: skip
 def test_what_the_tokens_do_not_show_is_found(tokenizer, tmp_path, template, code, level, words):
     tokenizer.chat_template = template
-    is_asked = code == "ZR529"  # masks of turns need a template that renders both alike
-    found = found_as_written(tokenizer, THREE, tmp_path, assistant_only_loss=not is_asked)
+    found = found_as_written(tokenizer, THREE, tmp_path, assistant_only_loss=True)
     assert [(finding.code, finding.level) for finding in found] == ([] if code is None else [(code, level)]), found
     assert all(words in finding.what for finding in found), found

@@ -45,8 +45,6 @@ def test_experts_that_are_modules_of_their_own(tmp_path):
         (3, {}, ["ZR286"]),
         (2, {"round_robin_gradients": True}, ["ZR285"]),
         (3, {"leaf_module": {"classes": ["OwnSparseMoeBlock"]}}, []),
-        (3, {"leaf_module": {"name_suffixes": "layers.1.mlp"}}, []),
-        (3, {"leaf_module": {"names": ["gpt_neox.layers.0.mlp"]}}, ["ZR286"]),
         (0, {}, []),
     ):
         assert [code for _, code in found_in(path, {"deepspeed": ds_config(stage, **zero)})] == codes, (stage, zero)
@@ -131,6 +129,20 @@ def test_what_the_parser_refuses_is_found_without_a_trace(tmp_path, monkeypatch,
     (finding,) = parser_findings(Run(None, settings, {}, Strategy("zero", 2, DsConfig(config), "c.json"), "cpu", TWO))
     assert finding.code == "ZR199" and "loss_scale" in finding.why and "c.json" in finding.what
     assert state() == before and capfd.readouterr() == ("", "")
+
+
+def test_an_accelerate_file_that_contradicts_its_ds_config_is_left_to_accelerate(tmp_path, monkeypatch):
+    path = write_recipe(tmp_path)
+    settings = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
+    settings = settings.replace(deepspeed=ds_config(2), use_cpu=True)
+    strategy = Strategy("zero2", 1, DsConfig(ds_config(2)), "c.json")
+    for launched, refuses in (({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "c.json"}, True), ({}, False)):
+        monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero3_init_flag,mixed_precision")
+        run = Run(SimpleNamespace(path=path), settings, {}, strategy, "cpu", launched)
+        if refuses:
+            assert "variables will be ignored" in refusal_of(run.trl_arguments).why
+        else:
+            assert run.trl_arguments().training.deepspeed
 
 
 INFINITY = json.loads((ROOT / "ds_configs" / "zero3_infinity.json").read_text())

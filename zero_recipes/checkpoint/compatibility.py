@@ -1,4 +1,4 @@
-"""Whether a run fits the checkpoint that it resumes from, before data and weights are loaded.
+"""Whether a run fits the checkpoint that it resumes from.
 
 A checkpoint holds what was made with its run's values: Adam's states, the scheduler's base rates, the rows' order.
 transformers and DeepSpeed silently mix them with other values.
@@ -31,15 +31,11 @@ def recipe_facts(settings: Settings, strategy: Strategy) -> dict[str, Any]:
     for block in BLOCKS:
         facts[f"the ds_config's {block}"] = strategy.ds.raw.get(block)
     facts["accelerator_config"] = _accelerator_config(settings)
-
-    def plain(value: Any) -> Any:
-        return getattr(value, "value", str(value))
-
-    return json.loads(json.dumps(facts, default=plain))
+    return json.loads(json.dumps(facts, default=lambda value: getattr(value, "value", str(value))))
 
 
 def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
-    """What does not fit. Without a manifest (named by its path) nothing is compared."""
+    """Without a manifest (named by its path) nothing is compared."""
     if strategy.ds.on_nvme:
         yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
     dispatches = _accelerator_config(settings)["dispatch_batches"]
@@ -78,7 +74,6 @@ def _order_by_world(settings: Settings) -> Iterator[str]:
 
 
 def refuse_other_data(checkpoint: str | None, data_sha256: str) -> None:
-    """Refuse other rows than the checkpoint's. `data_sha256`: data.prepare.Prepared's."""
     if checkpoint is None:
         return
     written = read_manifest(Path(checkpoint)) or {}
@@ -108,7 +103,7 @@ def _missing_states(folder: Path, strategy: Strategy) -> Iterator[Finding]:
 
 
 def needs_reshard(written: Mapping | None, strategy: Strategy) -> bool:
-    """Whether the run can resume from it once `zero-recipes reshard` has spread it over these processes."""
+    """Whether `zero-recipes reshard` has to spread it over these processes."""
     if written is None or not strategy.zero_stage or written.get("strategy") != strategy.name:
         return False
     return written["world_size"] != strategy.world_size

@@ -48,7 +48,7 @@ Inputs = Iterable[tuple[str, Path]]  # what a run reads: (what names it, an exis
 
 
 def saved_in(output_dir: Path) -> list[Path]:
-    """Checkpoints, weights and finished measurements; in another program's folder, all that a run overwrites."""
+    """In another program's folder, all that a run overwrites."""
     patterns: Iterable[str] = WRITTEN
     if _is_ours(output_dir):
         patterns = ("*.safetensors", "pytorch_model*.bin")
@@ -68,7 +68,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _is_finished(metrics: Path) -> bool:
-    """Whether a metrics.json exists and does not say that its run failed. One that cannot be read is kept."""
+    """One that cannot be read is kept."""
     try:
         return json.loads(metrics.read_text())["status"] not in UNFINISHED_STATUS
     except (FileNotFoundError, NotADirectoryError):
@@ -78,7 +78,6 @@ def _is_finished(metrics: Path) -> bool:
 
 
 def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) -> Inputs:
-    """What the recipe's keys and the launcher's environment name, where it exists."""
     named = {key: value for key, value in settings.as_dict().items() if key not in NOT_READ}
     named["the recipe"] = str(recipe)
     named["the working directory"] = str(Path.cwd())
@@ -129,14 +128,12 @@ def _identity(stat: os.stat_result) -> tuple[int, int]:
 
 
 def _refuse_foreign(output_dir: Path) -> None:
-    """Nothing of another program's may be renamed or deleted."""
     for folder in (output_dir, previous_of(output_dir)):
         if folder.exists() and not _is_ours(folder):
             raise _not_kept(output_dir, f"{folder} has no run of zero-recipes")
 
 
 def refuse_in_use(output_dir: Path) -> None:
-    """Refuse a folder in which a run is alive. Touches nothing."""
     if (output_dir / LOCK).is_file():
         lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
         with suppress(PermissionError):  # a folder of another user: `hold_output_dir` refuses it
@@ -146,9 +143,8 @@ def refuse_in_use(output_dir: Path) -> None:
 
 @contextmanager
 def hold_output_dir(output_dir: Path) -> Iterator[None]:
-    """Hold the folder for this run. Collective.
+    """Collective. Rank 0 holds the lock. The kernel drops it with the process: none is ever stale.
 
-    Rank 0 holds the lock. The kernel drops it with the process: none is ever stale.
     Raises Refusal on all ranks where another run is alive or the folder cannot be written.
     A run that is refused inside leaves no empty folder.
     """
@@ -193,10 +189,7 @@ def _release(lock: FileLock, output_dir: Path) -> None:
 
 
 def look_again(run: Run) -> Run:
-    """The run, from what its folder holds now: another run may have trained in it before this one held it.
-
-    Collective. Touches nothing. Raises Refusal.
-    """
+    """Another run may have trained in the folder before. Collective. Touches nothing. Raises Refusal."""
     checkpoint = agree(partial(_checkpoint_now, run))[rank()]
     if checkpoint != run.checkpoint:
         say(f"{run.output_dir} has changed: resuming from {checkpoint or 'no checkpoint'}")
@@ -218,8 +211,7 @@ def _checkpoint_now(run: Run) -> str | None:
 def claim_output_dir(output_dir: Path, overwrite: bool, step: int = 0) -> Path | None:
     """Make the folder this run's, on rank 0, which holds it. Raises Refusal.
 
-    An earlier run's failure files and unfinished checkpoints go.
-    Damaged ones are moved aside. `step`: where the run begins.
+    An earlier run's failure files go. `step`: see `clear_unfinished`.
     Under `overwrite` the old folder is kept beside it, and returned.
     """
     previous = None

@@ -1,6 +1,5 @@
 """Which checkpoint a run resumes from, the last whole one, and how a resharded one is loaded.
 
-Unfinished checkpoints are passed over. Nothing whole is lost.
 A resharded one's folder `zero_states` holds index.json (save.read_states_index)
 and a safetensors file for each trainable parameter:
 the master (fp32), exp_avg and exp_avg_sq, in the parameter's shape and the run's dtype.
@@ -80,7 +79,6 @@ class Batch(NamedTuple):
 
 
 def requested_batch(settings: Settings) -> list[int | None]:
-    """What the recipe says of the batch."""
     return [settings.per_device_train_batch_size, settings.gradient_accumulation_steps, settings.global_batch_size]
 
 
@@ -88,7 +86,8 @@ def batch_kept(output_dir: Path, requested: object, given: list[int | None], wor
     """The checkpoint's batch under `true`, over these processes. None where the recipe's own counts."""
     if str(requested).lower() != "true":
         return None
-    written = _last_manifest(output_dir)
+    last = next(whole_checkpoints(output_dir), None)
+    written = last and save.read_manifest(last)
     if written is None or written.get("asked") != given:
         return None
     then = Batch(written["micro_batch_size"], written["gradient_accumulation_steps"], written["world_size"])
@@ -96,15 +95,14 @@ def batch_kept(output_dir: Path, requested: object, given: list[int | None], wor
     return {"per_device_train_batch_size": batch.micro, "gradient_accumulation_steps": batch.accumulation}
 
 
-def _last_manifest(output_dir: Path) -> dict[str, Any] | None:
+def whole_checkpoints(output_dir: Path) -> Iterator[Path]:
+    """The newest first."""
     for checkpoint in reversed(numbered(output_dir)):
         if save.checkpoint_fault(checkpoint) is None:
-            return save.read_manifest(checkpoint)
-    return None
+            yield checkpoint
 
 
 def resumes_in(output_dir: Path, requested: object) -> bool:
-    """Whether it means a checkpoint in output_dir: `true`, or a path there."""
     if str(requested).lower() == "true":
         return True
     return resumes(requested) and Path(str(requested)).resolve().parent == output_dir.resolve()
@@ -135,7 +133,7 @@ def checkpoint_to_resume(
     damaged: Collection[Path] = (),
     silent: bool = False,
 ) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
+    """What `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
 
     Where there is none, `true` starts fresh: a pod that restarts runs the same command.
     Touches nothing (`clear_unfinished` does). `damaged`: passed over too. Raises Refusal.
@@ -158,11 +156,8 @@ def _named(output_dir: Path, checkpoint: Path) -> Path:
     if not resumes_in(output_dir, checkpoint):
         return checkpoint
     step = steps_behind(checkpoint)
-    newer = []  # the run would write into their folders
-    for path in numbered(output_dir):
-        if step_of(path) > step and save.checkpoint_fault(path) is None:
-            newer.append(path.name)
-    if newer:
+    newer = [path.name for path in whole_checkpoints(output_dir) if step_of(path) > step]
+    if newer:  # the run would write into their folders
         raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
     return checkpoint
 
@@ -200,7 +195,6 @@ def _refuse_not_whole(checkpoint: Path, fault: str | None) -> None:
 def resolve_resume_checkpoint(run: Run) -> Run:
     """The run, from a checkpoint whose contents are what was written. Collective.
 
-    Each rank reads its share of the files.
     Under `resume_from_checkpoint: true` one whose checksums differ gives way to the one before.
     Touches nothing: the run may still be refused.
     The caller holds the folder. Raises Refusal, the same on all ranks.
@@ -257,7 +251,7 @@ def resharded_where_needed(run: Run) -> Iterator[Run]:
 
 
 def _reshard(checkpoint: Path, strategy: Strategy, target: Path) -> None:
-    """By the command: a run does not import what rewrites checkpoints. One that a user made is taken."""
+    """One that a user made is taken."""
     world_size = strategy.world_size
     if target.exists() and not (target / save.OF_A_RUN).exists():
         _refuse_not_whole(target, save.checkpoint_fault(target))
@@ -283,9 +277,8 @@ def forget_resharded(output_dir: Path) -> None:
 def clear_unfinished(output_dir: Path, step: int = 0) -> None:
     """Make room for the checkpoints after `step`, where the run begins. On rank 0, after the last refusal.
 
-    Unfinished ones are deleted: their steps are trained again, bit for bit.
-    Damaged ones were whole once: they are moved aside.
-    A later one was passed over: its contents may be damaged.
+    Unfinished ones are deleted: their steps are trained again.
+    Damaged ones, which were whole once, are moved aside.
     """
     for checkpoint in numbered(output_dir):
         if checkpoint.is_symlink() or save.is_foreign(checkpoint):
@@ -295,7 +288,7 @@ def clear_unfinished(output_dir: Path, step: int = 0) -> None:
             shutil.rmtree(checkpoint)
             continue
         fault = save.checkpoint_fault(checkpoint)
-        if fault is None and step_of(checkpoint) > step:
+        if fault is None and step_of(checkpoint) > step:  # it was passed over: its contents may be damaged
             fault = save.content_fault(checkpoint)
         if fault is not None:
             _move_aside(checkpoint, fault)
@@ -320,7 +313,6 @@ def _refuse_code(checkpoint: Path, share: int, of: int) -> None:
 
 
 def code_refusal(checkpoint: Path, found: str | None) -> Refusal:
-    """`found`: of `code_in`."""
     return refusal("ZR780", checkpoint=checkpoint, found=found)
 
 
@@ -338,7 +330,7 @@ def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
 
 
 def load_resharded(engine, checkpoint: str | Path) -> None:
-    """Put a resharded checkpoint's weights, states and counters into `engine`, before its first step. Collective.
+    """Into `engine`, before its first step. Collective.
 
     Each rank maps one parameter's file after another and copies its own part.
     Raises Refusal on all ranks where the parameters or their groups are not the checkpoint's.

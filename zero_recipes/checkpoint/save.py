@@ -73,7 +73,6 @@ def checksums_of(folder: Path, names: Iterable[str], algorithm: Any = xxhash.xxh
 
 
 def first_changed(folder: Path, expected: dict[str, str], algorithm: Any = xxhash.xxh3_128) -> str | None:
-    """The first file with another checksum. None if all have theirs."""
     for name, digits in checksums_of(folder, expected, algorithm).items():
         if digits != expected[name]:
             return name
@@ -91,7 +90,7 @@ def begin_checkpoint(checkpoint: Path) -> None:
 
 
 def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool = True) -> None:
-    """Write manifest.json, after all ranks' files. Every file reaches the disk before it does.
+    """After all ranks' files, which reach the disk before it does.
 
     `facts`: of the run, and the step; or another manifest.
     """
@@ -148,7 +147,7 @@ def checkpoint_fault(checkpoint: Path) -> str | None:
 
 
 def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
-    """The first file whose checksum is not the manifest's. Each of `of` processes reads its `share` of the files."""
+    """The first changed file, by the manifest's checksums. Each of `of` processes reads its `share` of them."""
     found = read_manifest(checkpoint)
     if found is None:
         return None
@@ -226,10 +225,7 @@ class Entry:
 
 
 def compare_with_class(folder: Path, trust_remote_code: bool = False) -> dict[str, Entry]:
-    """Compare a saved model or adapter with its class, on the meta device. Only tied weights may be absent.
-
-    Returns `entries_of`. Raises NotWhole.
-    """
+    """On the meta device. Only tied weights may be absent. Returns `entries_of`. Raises NotWhole."""
     entries = entries_of(folder)
     if not entries or any(0 in entry.shape for entry in entries.values()):
         raise NotWhole(
@@ -288,7 +284,7 @@ def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_code: bool) -> None:
-    """Every matrix that PEFT would make for its base is there. Without the base nothing is compared."""
+    """With what PEFT would make. Without the base nothing is compared."""
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -314,7 +310,7 @@ def _raise_if_any(folder: Path, what: str, names: set[str]) -> None:
 
 
 def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
-    """Raise NotWhole at NaN or infinity, with `zeros` also at a matrix of zeros. One tensor in memory at a time."""
+    """Raise NotWhole at NaN or infinity, with `zeros` also at a matrix of zeros."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[0])):
         with safe_open(entry.file, "pt") as file:
             tensor = file.get_tensor(name)
@@ -333,7 +329,6 @@ def write_checksums(folder: Path) -> None:
 
 
 def saved_files(folder: Path) -> list[str]:
-    """Names of a folder's weights, configurations and tokenizer files."""
     names = set()
     for pattern in SAVED:
         names.update(path.name for path in folder.glob(pattern) if path.is_file())

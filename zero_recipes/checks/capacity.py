@@ -11,7 +11,6 @@ from typing import NamedTuple
 from zero_recipes.config.ds_config import DsConfig, number_in
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
-from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host, pinned_bytes
@@ -20,25 +19,25 @@ from zero_recipes.core.zero_paper import ModelState, model_state_bytes
 DEFAULT_BUFFER = 10**8  # elements: zero/offload_config.py
 
 
-def room_findings(run: Run, config, here: int, host: Host) -> list[Finding]:
-    """`config`: the model's, or None; `here`: processes on this machine."""
-    from zero_recipes.model import built_or_none
+def room_findings(run: Run, here: int, host: Host) -> list[Finding]:
+    """`here`: processes on this machine."""
+    from zero_recipes.checks.rules import bare_model
 
-    model = config and built_or_none(config, run.settings.trust_remote_code)
+    model = bare_model(run)
     if model is None:
         return []
     sizes = [p.numel() for p in model.parameters()]
     psi = sum(sizes)
     return [
-        *memory_findings(run, config, psi, here, host),
+        *memory_findings(run, psi, here, host),
         *nvme_findings(run, sizes, here, host),
-        *disk_findings(run, config, psi, here, host),
+        *disk_findings(run, psi, here, host),
     ]
 
 
-def memory_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
-    """More host memory than there is: the kernel would kill a process, with exit code -9 and no message."""
-    terms = _host_terms(run, config, psi, here)
+def memory_findings(run: Run, psi: int, here: int, host: Host) -> Iterator[Finding]:
+    """The kernel would kill a process, with exit code -9 and no message."""
+    terms = _host_terms(run, psi, here)
     needed = sum(terms.values())
     limit, source = host.memory()
     if needed > limit:
@@ -46,9 +45,9 @@ def memory_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterat
         yield finding("ZR608", **about, psi=psi, here=here, source=source)
 
 
-def disk_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
-    """More to save than the disk takes: the run would end at its first checkpoint or, trained, at its last line."""
-    terms = _disk_terms(run, config, psi, here)
+def disk_findings(run: Run, psi: int, here: int, host: Host) -> Iterator[Finding]:
+    """The run would end at its first checkpoint or, trained, at its last line."""
+    terms = _disk_terms(run, psi, here)
     needed = sum(terms.values())
     free = host.free_disk(run.output_dir)
     if needed > free + _bytes_that_go(run):
@@ -57,7 +56,7 @@ def disk_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator
 
 
 def _bytes_that_go(run: Run) -> int:
-    """Under overwrite the run before the last one, else checkpoints, one by one by save_total_limit."""
+    """Under overwrite the run before the last one, else checkpoints."""
     from zero_recipes.checkpoint.output_dir import previous_of, saved_in
 
     places = saved_in(run.output_dir)
@@ -68,14 +67,14 @@ def _bytes_that_go(run: Run) -> int:
 
 
 def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iterator[Finding]:
-    """Room on the disk, and buffers that fit. `sizes`: elements of each tensor of the model."""
-    config = run.strategy.ds
+    """`sizes`: elements of each tensor of the model."""
+    config = run.ds
     if not config.on_nvme or config.stage != 3:
         return
     params = config.offload_param == "nvme"
     optimizer = config.offload_optimizer == "nvme"
     width = 4 if run.settings.precision == "fp32" else 2
-    parts = [-(-size // run.strategy.world_size) for size in sizes]
+    parts = [-(-size // run.world_size) for size in sizes]
     swapped = [part for part in parts if part * width >= config.least_swapped]
     largest = max(swapped, default=0)
     buffer = number_in(config.offload_block("offload_param"), "buffer_size", DEFAULT_BUFFER)
@@ -106,20 +105,21 @@ def _bytes_of(dtype: object) -> int:
     return DTYPE_BYTES.get(str(dtype).removeprefix("torch."), 0)
 
 
-def _loaded_width(settings: Settings, config) -> int:
+def _loaded_width(run: Run) -> int:
     """Bytes of a parameter as it is loaded; 0 where weights are quantized on the way."""
+    settings = run.settings
     if settings.load_in_4bit or settings.load_in_8bit:
         return 0
     requested = (settings.model_init_kwargs or {}).get("dtype") or settings.dtype
     if requested in ("auto", None):
-        requested = config.dtype or "float32"
+        requested = run.config.dtype or "float32"
     return _bytes_of(requested)
 
 
-def _host_terms(run: Run, config, psi: int, here: int) -> dict[str, int]:
-    """{what: bytes} that this machine's processes hold in its memory at one moment, at least."""
-    ds = run.strategy.ds
-    states = _states(run.strategy, run.settings, config, psi)
+def _host_terms(run: Run, psi: int, here: int) -> dict[str, int]:
+    """{what: bytes} that this machine's processes hold at one moment, at least."""
+    ds = run.ds
+    states = _states(run, psi)
     terms = {}
     if run.device == "cpu":
         if ds.offload_optimizer != "nvme":
@@ -132,17 +132,12 @@ def _host_terms(run: Run, config, psi: int, here: int) -> dict[str, int]:
             terms["offloaded optimizer"] = states.optimizer
         if ds.offload_param == "cpu":
             terms["offloaded parameters"] = states.params
-        loaded = _loading(run, config, psi)
+        width = _loaded_width(run)
+        is_mapped = not run.settings.random_weights and width == _bytes_of(run.config.dtype)
+        loaded = 0 if is_mapped or run.stage == 3 else width * psi  # by every process
         if loaded > sum(terms.values()):  # not at the same moment
             terms = {"weights while loading": loaded}
     return {what: int(here * size) for what, size in terms.items()}
-
-
-def _loading(run: Run, config, psi: int) -> int:
-    """Bytes of the weights that every process loads below stage 3; a file of the requested dtype is only mapped."""
-    width = _loaded_width(run.settings, config)
-    is_mapped = not run.settings.random_weights and width == _bytes_of(config.dtype)
-    return 0 if is_mapped or run.strategy.zero_stage == 3 else width * psi
 
 
 def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accumulates: bool) -> float:
@@ -151,7 +146,7 @@ def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accum
     Stage 3: gradients in the GPU's dtype (zero/stage3.py `grad_partitions_flat_buffer`), on the CPU also in fp32.
     Below: gradients in fp32, the weights as they go back to the GPU (zero/stage_1_and_2.py
     `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are accumulated, their gradients.
-    Page-locked memory is rounded (core/host.py). `width`: bytes of an element on the GPU.
+    `width`: bytes of an element on the GPU.
     """
     is_pinned = config.offload_block("offload_optimizer").get("pin_memory", True)
     if config.offload_optimizer == "nvme" and config.stage == 3:
@@ -172,9 +167,8 @@ def swap_buffers(config: DsConfig, group: float, ranks: int = 0) -> dict[str, fl
     """{what: bytes} of one process's buffers for NVMe (swap_tensor/). `group`: its elements of the largest group.
 
     partitioned_param_swapper.py: buffer_count of buffer_size elements, 16 bits at least, and room for all parameters
-    of the largest sub-group, the other processes' parts too (zero/stage3.py gives `reserve_partitioned_swap_space`
-    their ds_numel; `ranks`: so many processes, 0 leaves it out).
-    optimizer_utils.py: buffer_count of the largest sub-group in fp32.
+    of the largest sub-group, other processes' parts too (zero/stage3.py `reserve_partitioned_swap_space`; `ranks`: so
+    many processes, 0 leaves it out). optimizer_utils.py: buffer_count of the largest sub-group in fp32.
     """
     terms = {}
     largest = min(number_in(config.zero, "sub_group_size", 10**9), group)
@@ -190,8 +184,6 @@ def swap_buffers(config: DsConfig, group: float, ranks: int = 0) -> dict[str, fl
 
 
 class SwapTensor(NamedTuple):
-    """One tensor of a model, as far as swapping depends on it."""
-
     size: int  # elements
     is_matrix: bool
     trained: bool
@@ -201,7 +193,7 @@ def swapped_bytes(config: DsConfig, tensors: Iterable[SwapTensor], ranks: int, w
     """Bytes of one process's swap files on NVMe, with `width` bytes a parameter.
 
     Of the optimizer the fp32 master, momentum and variance, a group at a time, and the fp32 gradients that its step
-    reads (swap_tensor/optimizer_utils.py `_swap_out_gradients`). What is small stays in memory.
+    reads (swap_tensor/optimizer_utils.py `_swap_out_gradients`).
     """
     if config.stage != 3:
         return 0
@@ -226,8 +218,8 @@ def read_at_resume(weights: float, optimizer: float, zero_stage: int | None, wor
     """Bytes that each process reads into host memory at once to go on from a checkpoint: the larger of two files.
 
     engine.py `load_checkpoint`: below stage 3 mp_rank_00_model_states.pt with all weights (at stage 0 the
-    optimizer's states too), then the process's part of the states with the fp32 weights. Both come on top of what
-    training keeps there (deepspeedai/DeepSpeed#3938). Without DeepSpeed nothing is read whole.
+    optimizer's states too), then the process's part of the states with the fp32 weights. It comes on top of what
+    training keeps there (deepspeedai/DeepSpeed#3938).
     """
     if zero_stage is None:
         return 0
@@ -237,48 +229,49 @@ def read_at_resume(weights: float, optimizer: float, zero_stage: int | None, wor
     return int(part if zero_stage == 3 else max(weights, part))
 
 
-def _states(strategy: Strategy, settings: Settings, config, psi: int) -> ModelState:
+def _states(run: Run, psi: int) -> ModelState:
     """Gradients and optimizer only of Adam. Outside of DeepSpeed's 16 bits everything has the weights' dtype."""
-    is_adam = strategy.ds.optimizer is None and str(settings.optim).startswith("adamw_torch")
+    settings = run.settings
+    is_adam = run.ds.optimizer is None and str(settings.optim).startswith("adamw_torch")
     trainable = psi if is_adam and not settings.use_peft else 0
-    if _in_16_bits(strategy, settings):
+    if _in_16_bits(run):
         weight = 2.0
         if settings.load_in_8bit:
             weight = 1.0
         if settings.load_in_4bit:
             weight = 0.5
-        each = ModelState(weight, 2, strategy.ds.adam_bytes)
+        each = ModelState(weight, 2, run.ds.adam_bytes)
     else:
-        width = _loaded_width(settings, config)
+        width = _loaded_width(run)
         each = ModelState(width, width, 2 * width)
-    return model_state_bytes(psi, strategy.world_size, strategy.zero_stage or 0, trainable, each)
+    return model_state_bytes(psi, run.world_size, run.stage or 0, trainable, each)
 
 
-def _in_16_bits(strategy: Strategy, settings: Settings) -> bool:
-    return strategy.is_deepspeed and settings.precision != "fp32"
+def _in_16_bits(run: Run) -> bool:
+    return run.strategy.is_deepspeed and run.settings.precision != "fp32"
 
 
-def _saved_weights(strategy: Strategy, settings: Settings, config, psi: int) -> int:
+def _saved_weights(run: Run, psi: int) -> int:
     """Bytes of model.safetensors: 16-bit where DeepSpeed trains in 16 bits, else the dtype of loading."""
-    if settings.use_peft:
+    if run.settings.use_peft:
         return 0  # an adapter: small, and its size is not known here
-    width = 2 if _in_16_bits(strategy, settings) else _loaded_width(settings, config)
+    width = 2 if _in_16_bits(run) else _loaded_width(run)
     return width * psi
 
 
-def checkpoint_bytes(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> int:
+def checkpoint_bytes(run: Run, psi: int, here: int) -> int:
     """Bytes of one checkpoint that the Trainer writes from this machine, at least."""
-    weights = _saved_weights(strategy, settings, config, psi)
-    if settings.save_only_model or settings.use_peft:
+    weights = _saved_weights(run, psi)
+    if run.settings.save_only_model or run.settings.use_peft:
         return weights
-    optimizer = _states(strategy, settings, config, psi).optimizer
-    if strategy.zero_stage:
+    optimizer = _states(run, psi).optimizer
+    if run.stage:
         optimizer *= here
-    return resumable_bytes(weights, optimizer, strategy.zero_stage)
+    return resumable_bytes(weights, optimizer, run.stage)
 
 
 def resumable_bytes(weights: float, optimizer: float, zero_stage: int | None) -> int:
-    """Bytes on disk of a checkpoint to go on from, with `weights` as they are saved. `zero_stage`: or None.
+    """Bytes on disk of a checkpoint to go on from, with `weights` as they are saved.
 
     Below stage 3 they are once more in mp_rank_00_model_states.pt (without LoRA's frozen ones: transformers/trainer.py
     passes exclude_frozen_parameters).
@@ -289,23 +282,21 @@ def resumable_bytes(weights: float, optimizer: float, zero_stage: int | None) ->
     return int(total)
 
 
-def _disk_terms(run: Run, config, psi: int, here: int) -> dict[str, int]:
+def _disk_terms(run: Run, psi: int, here: int) -> dict[str, int]:
     """{what: bytes} that output_dir must take."""
     terms = {}
     if run.settings.saves_checkpoints:
-        size = checkpoint_bytes(run.strategy, run.settings, config, psi, here)
+        size = checkpoint_bytes(run, psi, here)
         count = _checkpoints_kept(run.settings)
         plural = "s" if count > 1 else ""
         terms[f"{count} checkpoint{plural} of {units.size(size)}"] = count * size
     if run.settings.save_model:
-        terms["the model"] = _saved_weights(run.strategy, run.settings, config, psi)
+        terms["the model"] = _saved_weights(run, psi)
     return terms
 
 
 def _checkpoints_kept(settings: Settings) -> int:
-    """At least: one more than save_total_limit, because transformers/trainer_utils.py `rotate_checkpoints` deletes
-    the oldest after the newest is written.
-    """
+    """At least. The oldest is deleted after the newest is written."""
     steps = settings.max_steps
     interval = settings.save_steps
     written = 1
@@ -315,4 +306,4 @@ def _checkpoints_kept(settings: Settings) -> int:
     limit = settings.save_total_limit or 0
     if limit > 0:
         written = min(written, limit + 1)
-    return max(1, written)
+    return written

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checks.rules import bare_model, conditions, options
-from zero_recipes.config.ds_config import parsed_zero, quiet
+from zero_recipes.config.ds_config import parsed_zero
 from zero_recipes.config.keys import tables
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, finding
@@ -33,12 +33,11 @@ def deepspeed_findings(run: Run) -> list[Finding]:
 
 
 def strategy_findings(run: Run) -> list[Finding]:
-    """Those that a plan needs: without a model or a folder to save to."""
+    """Those that a plan needs."""
     return [*conditions(_stops(run), _silent(run)), *_zero_plus_plus(run), *_nvme(run)]
 
 
 def _stops(run: Run) -> dict[str, Any]:
-    """{name in options.yaml: whether the run would stop on it once the weights are loaded}."""
     settings = run.settings
     ds = run.ds
     zero = ds.zero
@@ -68,7 +67,7 @@ def _stops(run: Run) -> dict[str, Any]:
         "zenflow": zero.get("zenflow"),
         "legacy_stage1": zero.get("legacy_stage1"),
         "data_routing": run.value("data_efficiency.enabled") and routing,
-        "monitor_package": _lacks_monitor(run),
+        "monitor_package": any(run.value(f"{name}.enabled") and not find_spec(MONITORS[name]) for name in MONITORS),
         "managed_accumulation": run.value("managed_gradient_accumulation") is False,
         "deprecated_offload": zero.get("cpu_offload") and not ds.optimizer,
         "no_gradient_norm": without_norm and (settings.max_grad_norm > 0 or ds.offload_optimizer),
@@ -82,7 +81,6 @@ def _stops(run: Run) -> dict[str, Any]:
 
 
 def _silent(run: Run) -> dict[str, Any]:
-    """{name in options.yaml: whether the run would be another one than the recipe says}."""
     settings = run.settings
     ds = run.ds
     at_3 = run.stage == 3
@@ -121,11 +119,6 @@ def _is_cpu_adam(run: Run) -> bool:
     return bool(forced) and str(getattr(optim, "value", optim)).startswith("adamw_torch")
 
 
-def _lacks_monitor(run: Run) -> bool:
-    blocks = [block for block in MONITORS if run.value(f"{block}.enabled")]
-    return not all(find_spec(MONITORS[block]) for block in blocks)
-
-
 def _divides_by_8(run: Run) -> bool:
     """Whether each tensor's part on a rank does; stage 3 rounds parts up."""
     if bare_model(run) is None:
@@ -134,7 +127,6 @@ def _divides_by_8(run: Run) -> bool:
 
 
 def _left_out(run: Run) -> Iterator[Finding]:
-    """What the ds_config leaves out, where DeepSpeed would do otherwise than the recipe in silence, or stop late."""
     settings = run.settings
     source = run.strategy.source
     saves = settings.save_model or settings.saves_checkpoints
@@ -153,7 +145,7 @@ def _left_out(run: Run) -> Iterator[Finding]:
 
 
 def _needed(run: Run) -> Iterator[str]:
-    """Keys whose default in DeepSpeed is not what the recipe says."""
+    """Keys without which DeepSpeed has a default of its own."""
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
     settings = run.settings
@@ -198,7 +190,7 @@ def _without_effect(run: Run) -> Iterator[Finding]:
 
 
 def _small_buckets(run: Run) -> Iterator[Finding]:
-    """Of "auto", which transformers fills in with the square of the hidden size (integrations/deepspeed.py)."""
+    """transformers fills "auto" in with the square of the hidden size (integrations/deepspeed.py)."""
     square = getattr(run.config, "hidden_size", BLOCK) ** 2
     filled = {}
     if run.stage and not run.settings.use_peft:
@@ -255,25 +247,16 @@ def _nvme(run: Run) -> Iterator[Finding]:
 
 
 def _separate_experts(run: Run) -> Iterator[Finding]:
-    """Mixtures that have a module for each expert; transformers' own hold a layer's experts in one tensor.
-
-    A layer that DeepSpeed or accelerate knows for a leaf module is gathered whole. They mark it by the same functions.
-    """
-    if not run.stage or run.world_size == 1 or run.config is None:
+    """Mixtures of a model's own code with a module for each expert; transformers' hold a layer's in one tensor."""
+    if not run.stage or run.world_size == 1 or bare_model(run) is None:
         return
-    if not any("expert" in key for key in run.config.to_dict()) or bare_model(run) is None:
-        return
-    layers = [module for module in bare_model(run).modules() if _has_separate_experts(module)]
-    if run.stage == 3:
-        from deepspeed.utils import z3_leaf_module
-
-        _mark_leaf_modules(run)
-        layers = [layer for layer in layers if not z3_leaf_module(layer)]
-    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-    if kinds and run.stage == 3:
-        yield finding("ZR286", kinds=kinds)
-    elif kinds:
+    layers = {type(module).__name__ for module in bare_model(run).modules() if _has_separate_experts(module)}
+    kinds = ", ".join(sorted(layers))
+    names_leaves = run.ds.zero.get("leaf_module") or run.environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+    if kinds and run.stage < 3:
         yield finding("ZR285", kinds=kinds, stage=run.stage)
+    elif kinds and not names_leaves:
+        yield finding("ZR286", kinds=kinds)
 
 
 def _has_separate_experts(module) -> bool:
@@ -283,17 +266,3 @@ def _has_separate_experts(module) -> bool:
         if "expert" in name and isinstance(child, (ModuleList, ModuleDict)) and len(child) > 1:
             return True
     return False
-
-
-def _mark_leaf_modules(run: Run) -> None:
-    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
-    from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
-
-    leaf = DeepSpeedZeroLeafModuleConfig(**run.ds.zero.get("leaf_module") or {})
-    launched = run.environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "")
-    marked = {
-        "classes": [*leaf.classes, *launched.replace(",", " ").split()],
-        "names": [name.removeprefix("base_model.model.") for name in leaf.names],  # LoRA's modules are not here
-    }
-    with quiet():  # it warns of classes that only other models have
-        apply_zero_leaf_module_config(bare_model(run), leaf.model_copy(update=marked))

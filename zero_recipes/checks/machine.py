@@ -17,7 +17,6 @@ from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Gpu, Host
-from zero_recipes.core.process import local_world_size
 from zero_recipes.data.load import on_hub, packaged_formats
 from zero_recipes.engine.kernels import build_findings
 
@@ -26,34 +25,29 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 BF16_FROM = (8, 0)  # NVIDIA's CUDA programming guide, compute capabilities: arithmetic by data type
 
 
-def machine_findings(
-    run: Run, config, environment: Mapping[str, str], host: Host, rehearsal: str | bool
-) -> list[Finding]:
-    """All findings about this machine for one run.
-
-    `config`: the model's, or None; `environment`: the launcher's, for the processes that it starts.
-    `rehearsal`: False in a run; "here" where it is meant for this machine; "elsewhere" where there is no GPU and the
+def machine_findings(run: Run, host: Host, rehearsal: str | bool) -> list[Finding]:
+    """`rehearsal`: False in a run; "here" where it is meant for this machine; "elsewhere" where there is no GPU and the
     recipe does not ask for a CPU: errors are warnings that say "on this machine".
     """
-    strategy = run.strategy
-    here = local_world_size(environment, strategy.world_size)
+    environment = run.environment
+    here = run.ranks_per_node
     findings = [
-        *build_findings(strategy, run.device, run.settings, host),
+        *build_findings(run.strategy, run.device, run.settings, host),
         *triton_findings(run.device, host),
-        *infiniband_findings(run.device, strategy.world_size > here, environment, host),
+        *infiniband_findings(run.device, run.world_size > here, environment, host),
         *volume_findings(run.output_dir, host),
-        *room_findings(run, config, here, host),
+        *room_findings(run, here, host),
     ]
     if run.device == "cuda" and int(environment.get("LOCAL_RANK", 0)) == 0:
         findings += card_findings(run.precision)
-        findings += count_findings(strategy, here, environment)
+        findings += count_findings(run.strategy, here, environment)
     if rehearsal == "elsewhere":
         findings = [replace(f, what=f"on this machine: {f.what}", level="warning") for f in findings]
     return [replace(f, scope="machine") for f in findings]
 
 
 def refusal_of_cuda() -> str:
-    """What torch says when CUDA is to be started here (is_available says it only once); empty where it starts."""
+    """By torch (is_available says it only once); empty where CUDA starts."""
     import torch
 
     with warnings.catch_warnings(action="ignore"):
@@ -65,7 +59,7 @@ def refusal_of_cuda() -> str:
 
 
 def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refusal_of_cuda) -> Iterator[Finding]:
-    """An NVIDIA device that this CUDA build of torch cannot use: the run would train on the CPU without a word."""
+    """A GPU that this build of torch cannot use: the run would train on the CPU without a word."""
     import torch
 
     built = torch.version.cuda
@@ -76,9 +70,7 @@ def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refus
     driver = driver_version(host)
     if driver:
         seen.append(f"driver {driver}")
-    for path in sorted(host.at("/dev").glob("nvidia*")):
-        if re.fullmatch(r"nvidia\d+", path.name):
-            seen.append(f"/dev/{path.name}")
+    seen += sorted(f"/dev/{path.name}" for path in host.at("/dev").glob("nvidia[0-9]*"))
     if seen:
         yield finding(
             "ZR650",
@@ -92,7 +84,7 @@ def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refus
 
 
 def driver_version(host: Host) -> str | None:
-    """Of the loaded kernel module, as "550.54.15": /proc shows it in every container of the machine."""
+    """As "550.54.15": /proc shows it in every container of the machine."""
     written = host.read("/proc/driver/nvidia/version")
     found = re.search(r"^NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", written, re.MULTILINE)
     return found and found[1]
@@ -112,7 +104,7 @@ def card_findings(precision: str) -> Iterator[Finding]:
 
 
 def gpu_findings(settings: Settings, gpu: Gpu) -> Iterator[Finding]:
-    """What a card that is not here lacks. Flash attention begins with bf16, at compute capability 8.0."""
+    """Of a card that is not here. Flash attention begins with bf16, at compute capability 8.0."""
     lacking = {
         "bf16": settings.precision == "bf16" and not gpu.bf16,
         "tf32": settings.tf32 and not gpu.tf32_tflops,
@@ -125,7 +117,6 @@ def gpu_findings(settings: Settings, gpu: Gpu) -> Iterator[Finding]:
 
 
 def count_findings(strategy: Strategy, here: int, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """GPUs of this machine that none of the `here` processes on it takes."""
     import torch
 
     visible = torch.cuda.device_count()
@@ -140,7 +131,7 @@ def count_findings(strategy: Strategy, here: int, environment: Mapping[str, str]
 
 
 def triton_findings(device: str, host: Host) -> Iterator[Finding]:
-    """What Triton lacks: TRL's fused LM head compiles its kernels in the first step of every GPU run."""
+    """TRL's fused LM head compiles its kernels in the first step of every GPU run."""
     from transformers.utils import is_triton_available
 
     if device != "cuda" or not is_triton_available():
@@ -178,8 +169,9 @@ def infiniband_findings(
     is_off = environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET")
     if device != "cuda" or not several_machines or is_off:
         return
-    devices = host.infiniband_devices()
-    if devices and not any(devices.values()):
+    devices = sorted(path.name for path in host.at("/sys/class/infiniband").glob("*"))
+    files = host.at("/dev/infiniband").glob("uverbs*")
+    if devices and not any(os.access(file, os.R_OK | os.W_OK) for file in files):
         yield finding("ZR656", devices=", ".join(devices))
 
 
@@ -187,7 +179,7 @@ PROBE_SECONDS = 5.0
 
 
 def offline_where_unreachable(settings: Settings) -> list[Finding]:
-    """From here on as if HF_HUB_OFFLINE were set, with a warning, where the recipe needs the hub and it is silent."""
+    """As if HF_HUB_OFFLINE were set, with a warning, where the recipe needs the hub and it is silent."""
     data = {entry["path"] for entry in settings.datasets} or {settings.dataset_name}
     named = {settings.model_name_or_path, *(data - packaged_formats())}
     if constants.is_offline_mode() or not any(map(on_hub, named)) or _answers():
@@ -216,7 +208,7 @@ def _answers() -> bool:
 
 
 def volume_findings(output_dir: Path, host: Host) -> Iterator[Finding]:
-    """RunPod clears all but a pod's volume once the pod stops; a template mounts it at /workspace by default."""
+    """RunPod clears all but a pod's volume once the pod stops; it is at /workspace by default."""
     volume = Path("/workspace")
     if "RUNPOD_POD_ID" in host.environment and volume.is_mount() and not output_dir.resolve().is_relative_to(volume):
         yield finding("ZR615", folder=output_dir, volume=volume)

@@ -24,17 +24,14 @@ SECONDS = 90.0  # of its simulation
 
 
 class Plan(NamedTuple):
-    """What the planner answers."""
-
     predicted: dict[str, Any] | None  # for metrics.json
     findings: list[Finding]
 
 
 @contextmanager
 def planning(run: Run) -> Iterator[Callable[[], PredictedMetrics | None]]:
-    """Start the plan; what is yielded waits for it. All ranks call both.
+    """Start the plan on rank 0; what is yielded waits for it. All ranks call both.
 
-    Rank 0 plans, for the smallest GPU of all ranks.
     What is yielded returns metrics.json's "predicted", None where nothing is to be planned.
     It raises Refusal on every rank where the run does not fit.
     """
@@ -114,7 +111,7 @@ def _planner(
 ) -> Iterator[Callable[[], Plan]]:
     """tools/plan/of_run.py in a process of its own, which is killed when this is left.
 
-    What is yielded waits for the plan and prints it. It raises RuntimeError where the planner failed.
+    What is yielded waits for the plan and prints it.
     """
     print(f"plan          planning, up to {SECONDS:.0f} s", flush=True)
     question = json.dumps(_question(run, environment, cards), default=str)

@@ -40,8 +40,7 @@ def preflight(
 ) -> tuple[Run | None, list[Finding]]:
     """(the run, or None where it cannot be put together; all findings).
 
-    Errors that the recipe ignores come as warnings.
-    `environment`: the launcher's; os.environ in a run.
+    `environment`: the launcher's.
     `rehearsal`: nothing will start here and now (zero-recipes check).
     `gpu`: nor on this machine, but on such cards.
     """
@@ -54,7 +53,7 @@ def preflight(
 
 
 class Preflight:
-    """The findings so far. What is refused is left out, and the rest goes on: all findings come at once."""
+    """What is refused is left out, and the rest goes on: all findings come at once."""
 
     def __init__(self, environment: Mapping[str, str], rehearsal: bool, gpu: Gpu | None):
         self.environment = environment
@@ -64,7 +63,7 @@ class Preflight:
         self.wrong_keys: set[str | None] = set()  # of the recipe, that have an error
 
     def attempt(self, check: Callable, *arguments: Any) -> Any:
-        """What `check` returns; None where it refuses, whose findings are added."""
+        """None where `check` refuses; its findings are added."""
         with collected(self.findings):
             return check(*arguments)
 
@@ -82,7 +81,6 @@ class Preflight:
         return self.attempt(parse_recipe, path, sound_file, overrides)
 
     def decide(self, recipe: Recipe) -> Run | None:
-        """What recipe, launcher and machine make of each other."""
         elsewhere = self.gpu is not None
         asked = recipe.settings
         self.findings += ignore_findings(asked.ignore)
@@ -104,12 +102,11 @@ class Preflight:
         checkpoint = self.check_folder(recipe, settings)
         if run is None:
             return None
-        run = run.resuming_from(checkpoint)
         if checkpoint is not None:
-            self.findings += fit_findings(checkpoint, run.settings, strategy)
+            self.findings += fit_findings(checkpoint, settings, strategy)
         if not elsewhere:
             self.check_machine(run)
-        return run
+        return run.resuming_from(checkpoint)
 
     def settings_of(self, recipe: Recipe, strategy: Strategy | None, device: str):
         """(every key in force, those named or derived). A checkpoint to go on from keeps its batch."""
@@ -136,7 +133,6 @@ class Preflight:
             self.findings += parser_findings(run)
 
     def check_objects(self, settings, strategy: Strategy | None, config, device: str, path: Path) -> None:
-        """What the card and the libraries' own objects refuse."""
         if self.gpu is not None:
             if device == "cuda":
                 self.findings += gpu_findings(settings, self.gpu)
@@ -148,7 +144,7 @@ class Preflight:
         self.findings += trainer_findings(settings, config, ds_config, str(path))
 
     def check_folder(self, recipe: Recipe, settings) -> str | None:
-        """The checkpoint to go on from. Data and output folder are looked at; nothing is touched."""
+        """The checkpoint to go on from. Nothing is touched."""
         if not self.wrong_keys & DATA_KEYS:
             asks_hub = self.rehearsal and not constants.is_offline_mode()
             self.attempt(refuse_data_at_hand, settings, asks_hub)
@@ -164,17 +160,19 @@ class Preflight:
         if self.rehearsal:
             lacks_gpu = run.device == "cpu" and not run.recipe.settings.use_cpu
             place = "elsewhere" if lacks_gpu else "here"
-        self.findings += machine_findings(run, run.config, self.environment, Host(), place)
+        self.findings += machine_findings(run, Host(), place)
 
 
 def resolved_ds_config(run: Run, rows: int | None = None) -> dict[str, Any] | None:
-    """The DeepSpeed configuration with each "auto" that transformers fills in; None without DeepSpeed. `rows`: of the
-    training split; without it the total_num_steps of a scheduler stays "auto" in a run by epochs."""
+    """The DeepSpeed configuration without "auto"; None without DeepSpeed.
+
+    `rows`: of the training split; without it the total_num_steps of a scheduler stays "auto" in a run by epochs.
+    """
     if run.strategy.ds_config is None:
         return None
-    settings, world_size = run.settings, run.strategy.world_size
-    filled, arguments = fill_auto(run.strategy.ds_config.raw, settings, world_size)
-    model = SimpleNamespace(config=load_config(arguments))
+    settings = run.settings
+    filled, arguments = fill_auto(run.ds.raw, settings, run.world_size)
+    model = SimpleNamespace(config=run.config)
     steps = settings.max_steps
     if steps <= 0:
         steps = "auto" if rows is None else steps_by_epochs(rows, settings, run.strategy.replicas)

@@ -1,8 +1,6 @@
 """The libraries' own objects, made of a recipe's values before anything is loaded: what they raise is a finding.
 
-TRL's arguments, PEFT's and bitsandbytes' configurations, the model without memory, TRL's trainer around it on two
-made-up rows, the optimizer, the schedule, the data loader, accelerate's plugin and DeepSpeed's parsed configuration:
-all on the CPU, in one process, without a process group.
+All on the CPU, in one process, without a process group; TRL's trainer has two made-up rows and a model without memory.
 """
 
 import contextlib
@@ -41,7 +39,7 @@ def trainer_findings(settings: Settings, config, ds_config: Mapping[str, Any], p
 
 
 def _trainer(settings: Settings, config, args, model_args):
-    """TRL's trainer around the model without memory; None without its configuration. Raises Refusal."""
+    """None without the model's configuration. Raises Refusal."""
     from trl import SFTTrainer, get_quantization_config
 
     keys = settings.as_dict()
@@ -91,7 +89,7 @@ def _made_up():
 
 
 def _rehearse_steps(findings: list[Finding], settings: Settings, ds_config: Mapping, trainer) -> None:
-    """What the run makes of the trainer afterwards; each is a finding of its own."""
+    """Each is a finding of its own."""
 
     def attempt(doing: str, step, *arguments) -> None:
         with collected(findings), library_error_as_finding(doing, settings.as_dict()):
@@ -161,10 +159,7 @@ def _recompute(args) -> None:
 
 
 def parser_findings(run: Run) -> list[Finding]:
-    """What transformers, accelerate and DeepSpeed would raise at the ds_config while the engine is built.
-
-    No state of the libraries changes.
-    """
+    """What transformers, accelerate and DeepSpeed would raise at the ds_config while the engine is built."""
     findings: list[Finding] = []
     net = library_error_as_finding(f"reading {run.strategy.source}", run.settings.as_dict())
     with quiet(), collected(findings), net:
@@ -186,7 +181,7 @@ def parser_findings(run: Run) -> list[Finding]:
 
 
 def fill_auto(config: dict[str, Any], settings: Settings, world_size: int):
-    """(transformers' HfTrainerDeepSpeedConfig with the Trainer's values filled in, the arguments that it was given)."""
+    """(transformers' HfTrainerDeepSpeedConfig, filled in, the arguments that it was given)."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     def warmup_steps(steps: int) -> int:  # transformers, training_args.py, get_warmup_steps
@@ -204,10 +199,7 @@ def fill_auto(config: dict[str, Any], settings: Settings, world_size: int):
 
 
 def _handed_over(run: Run) -> dict[str, Any]:
-    """The mapping that DeepSpeedConfig gets. Raises what the libraries raise on the way.
-
-    transformers does so at values that contradict the run (trainer_config_finalize), in a run with the model loaded.
-    """
+    """The mapping that DeepSpeedConfig gets. transformers raises at values that contradict the run."""
     from accelerate.utils import DeepSpeedPlugin, clear_environment
 
     settings = run.settings
@@ -245,7 +237,7 @@ def _handed_over(run: Run) -> dict[str, Any]:
 
 
 def _bind_optimizer(block: Mapping[str, Any] | None) -> None:
-    """Raises what Adam or torch's optimizers do at the names of parameters (runtime/engine.py makes them too late)."""
+    """Raises at names of parameters that Adam or torch's optimizers do not have."""
     import torch
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS

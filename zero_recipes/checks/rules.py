@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from zero_recipes.config.accelerate import is_on
 from zero_recipes.config.run import Run
-from zero_recipes.config.strategy import sequence_parallel_findings
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.engine.huggingface import attention_kernel
@@ -28,21 +28,19 @@ from zero_recipes.model import built_or_none
 # the texts of rules that are no more than a condition, and tables of values
 options = partial(package_yaml, __package__, "options.yaml")
 
-
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
-RUN_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @functools.lru_cache(maxsize=1)
 def bare_model(run: Run) -> PreTrainedModel | None:
-    """The model without memory. None where its configuration is not at hand, or its class cannot be built so."""
+    """Without memory. None where its configuration is not at hand, or its class cannot be built so."""
     if run.config is None:
         return None
     return built_or_none(run.config, run.settings.trust_remote_code)
 
 
 def rule_findings(run: Run) -> Iterator[Finding]:
-    """All findings about keys that do not go together; those of the ds_config are deepspeed_findings."""
+    """Those of the ds_config are deepspeed_findings."""
     settings = run.settings
     epochs = settings.num_train_epochs
     yield from conditions(stops_late(run), silent(run))
@@ -53,15 +51,12 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     yield from processes(run)
     if run.world_size > 1 and not settings.average_tokens_across_devices:
         yield finding("ZR194")
-    if run.device != "cpu" and (run.strategy.fsdp_config or {}).get("cpu_offload"):
-        yield finding("ZR318")
     if settings.load_in_4bit and run.stage == 3:
         yield finding("ZR416")
-    yield from sequence_parallel_findings(settings, run.strategy, run.device, run.config)
+    yield from sequence_parallelism(run)
 
 
 def conditions(stops: dict[str, Any], silently: dict[str, Any]) -> Iterator[Finding]:
-    """The findings whose condition holds, with the texts of options.yaml."""
     texts = options()
     for name, holds in stops.items():
         if holds:
@@ -138,7 +133,7 @@ def silent_about_quantization(run: Run) -> dict[str, Any]:
         return {}
     model = bare_model(run)
     storage = str(settings.bnb_4bit_quant_storage or "uint8")
-    dtype = RUN_DTYPES.get(settings.precision)
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(settings.precision)
     is_other_storage = settings.load_in_4bit and storage != dtype
     return {
         "quantizes_nothing": model is not None and not has_quantizable_layers(model),
@@ -181,7 +176,6 @@ def packing(run: Run) -> Iterator[Finding]:
 
 
 def processes(run: Run) -> Iterator[Finding]:
-    """A launch of one process where several were requested, or where ZeRO has nothing to partition."""
     if run.world_size > 1:
         return
     environment = run.environment
@@ -193,3 +187,48 @@ def processes(run: Run) -> Iterator[Finding]:
         yield finding("ZR137", level="error" if is_multi_cpu else "warning")
     elif run.stage and not run.ds.offloads:
         yield finding("ZR138", zero_stage=run.stage)
+
+
+def sequence_parallelism(run: Run) -> Iterator[Finding]:
+    settings = run.settings
+    size = settings.sequence_parallel_size
+    if settings.parallelism_config is not None or is_on(run.environment, "PARALLELISM_CONFIG"):
+        yield finding("ZR244")
+    if size == 1:
+        return
+    if not run.strategy.is_deepspeed:
+        yield finding("ZR245", size=size, name=run.strategy.name)
+    yield from _attention_findings(settings, size, run.config)
+    if settings.joined_by:
+        yield finding("ZR249", key=settings.joined_by, size=size)
+    multiple = settings.pad_to_multiple_of
+    uneven = not isinstance(multiple, int) or not multiple or multiple % size  # TRL also takes text
+    varies = run.device == "cpu" and multiple != settings.max_length
+    if uneven or varies or not settings.dataloader_drop_last:
+        shown = "unset" if multiple is None else multiple
+        yield finding("ZR251", size=size, multiple=shown, device=run.device)
+    if settings.sample_prompts not in (None, 0, "0"):
+        yield finding("ZR253", size=size)
+    if settings.saves_checkpoints or settings.resume_from_checkpoint not in (None, False, "false"):
+        yield finding("ZR254", size=size)
+    if settings.loss_type != "nll" or settings.label_smoothing_factor:
+        yield finding("ZR255", size=size)
+
+
+def _attention_findings(settings, size: int, config) -> Iterator[Finding]:
+    """Each process gets a part of the heads, and must see whole sequences."""
+    heads = getattr(config, "num_attention_heads", None)
+    keys = getattr(config, "num_key_value_heads", None)
+    if config is not None and (keys is None or heads % size or (keys % size and size % keys)):
+        yield finding("ZR247", size=size, model_type=config.model_type, heads=heads, keys=keys)
+    attention = str(settings.attn_implementation)
+    is_kernel = "/" in attention and "flash-attn" in attention  # as accelerate
+    if not is_kernel and attention not in ("None", "sdpa", "flash_attention_2", "flash_attention_3"):
+        yield finding("ZR248", size=size, attn_implementation=attention)
+    exact = {"full_attention"}
+    window = getattr(config, "sliding_window", None) or 0
+    if "flash" in attention or (settings.max_length or math.inf) <= window:
+        exact.add("sliding_attention")
+    layers = set(getattr(config, "layer_types", None) or ()) - exact
+    if layers:
+        yield finding("ZR298", size=size, model_type=config.model_type, layers=", ".join(sorted(layers)))

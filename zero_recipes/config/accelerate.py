@@ -1,7 +1,6 @@
-"""What `accelerate launch` makes of a file, and what in that contradicts itself. File names are accelerate 1.15's."""
+"""What `accelerate launch` makes of a file. File names are accelerate 1.15's."""
 
 import argparse
-import difflib
 import ipaddress
 import os
 import socket
@@ -12,24 +11,14 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import DEFAULT, patch
 
 from zero_recipes.config.ds_config import quiet
+from zero_recipes.config.keys import tables
 from zero_recipes.core.files import FILES, at_hand
 from zero_recipes.core.findings import Finding, finding, first_line, library_error_as_finding, refusal
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
 
-# accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin._deepspeed_config_checks
-AMBIGUOUS = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "offload_optimizer_nvme_path",
-    "zero3_save_16bit_model",
-    "mixed_precision",
-)
+AMBIGUOUS = frozenset(tables()["beside_ds_config_file"])
 DS_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 FOLDER = Path("accelerate_configs")
 # keys of a recipe that `trl sft --config` takes for its launch
@@ -48,22 +37,15 @@ def config_files() -> dict[str, Path]:
 
 
 def read_accelerate_file(path: Path) -> "ClusterConfig":
-    """The file as accelerate reads it (commands/config/config_args.py), its counts at least 1. Raises Refusal."""
+    """As accelerate reads it, its counts at least 1. Raises Refusal."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     if not path.is_file():
-        known = config_files()
-        near = difflib.get_close_matches(path.stem, known, 1, 0.8)
-        fix = f"There are {', '.join(sorted(known))}."
-        if near:
-            fix = f"--config_file {known[near[0]]}"
-        raise refusal("ZR304", path=path, cwd=Path.cwd(), fix=fix)
+        raise refusal("ZR304", path=path, cwd=Path.cwd(), known=", ".join(sorted(config_files())))
     with library_error_as_finding(f"reading the accelerate file {path}"):
         config = load_config_from_file(str(path))
-        if not hasattr(config, "deepspeed_config"):
-            raise TypeError("it is for Amazon SageMaker, which starts its own machines")
         for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):
-            if not isinstance(getattr(config, name), dict):  # accelerate does not check types
+            if not isinstance(getattr(config, name, None), dict):  # accelerate does not check; SageMaker's has none
                 raise TypeError(f"{name} is not a mapping")
         for name in ("num_processes", "num_machines"):
             count = int(getattr(config, name) or 1)
@@ -96,7 +78,7 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
 
 
 def _launch_arguments(config_file: Path, num_processes: int) -> argparse.Namespace:
-    """As `accelerate launch` completes them with the file, before it calls a launcher: here one that does nothing."""
+    """As `accelerate launch` completes them, before it calls a launcher: here one that does nothing."""
     from accelerate.commands import launch
 
     words = ["--config_file", str(config_file), "--num_processes", str(num_processes)]
@@ -108,7 +90,6 @@ def _launch_arguments(config_file: Path, num_processes: int) -> argparse.Namespa
 
 
 def file_findings(path: Path) -> Iterator[Finding]:
-    """What `accelerate launch` takes from a file without a word."""
     from accelerate.commands.launch import launch_command_parser
 
     config = read_accelerate_file(path)
@@ -121,7 +102,7 @@ def file_findings(path: Path) -> Iterator[Finding]:
 
 
 def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str, Any]:
-    """The ds_config that accelerate makes of a file without `deepspeed_config_file`. Raises Refusal."""
+    """By accelerate, of a file without `deepspeed_config_file`. Raises Refusal."""
     from accelerate.utils import DeepSpeedPlugin, clear_environment
 
     written = dict(environment)  # clear_environment empties `environment` too, where that is os.environ
@@ -136,7 +117,7 @@ def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str
 
 
 def is_on(environment: Mapping[str, str], part: str) -> bool:
-    """Whether the launch uses a part of accelerate, as "FSDP"."""
+    """`part`: of accelerate, as "FSDP"."""
     return environment.get(f"ACCELERATE_USE_{part}", "").lower() == "true"
 
 
@@ -152,26 +133,17 @@ def is_fsdp1(environment: Mapping[str, str]) -> bool:
 
 
 def launcher_findings(environment: Mapping[str, str], precision: str) -> Iterator[Finding]:
-    """What an accelerate file says against the recipe and the ds_config that it names.
-
-    A recipe in fp32 would train in the file's precision; any other keeps its own.
-    """
-    if is_on(environment, "PARALLELISM_CONFIG"):
-        yield finding("ZR301")
+    """A recipe in fp32 would train in the file's precision; any other keeps its own."""
     if is_fsdp1(environment):
         yield finding("ZR314")
     of_the_file = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if of_the_file not in ("no", precision):
         level = "error" if precision == "fp32" or of_the_file == "fp8" else "warning"
         yield finding("ZR339", of_the_file=of_the_file, precision=precision, level=level)
-    written = environment.get(DS_FIELDS, "").split(",")
-    beside = [name for name in AMBIGUOUS if name in written]
-    if beside and ds_config_file(environment):
-        yield finding("ZR303", beside=", ".join(beside))
 
 
 def refuse_what_no_launch_takes(config: "ClusterConfig", path: Path) -> None:
-    """A file whose launch trains something else silently, or waits without an end."""
+    """It would train something else silently, or wait without an end."""
     if config.mpirun_config:
         raise refusal("ZR331", path=path)
     if config.num_machines == 1:
@@ -201,7 +173,6 @@ def _problem_of_address(address: str) -> str | None:
 
 
 def launch_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The launch that a recipe names, as `trl sft --config` reads it."""
     return {key: mapping[key] for key in LAUNCH_KEYS if mapping.get(key) is not None}
 
 
@@ -224,7 +195,6 @@ def file_named(mapping: Mapping[str, Any]) -> Path | None:
 
 
 def launch_key_findings(path: Path, mapping: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Finding]:
-    """A launch that is another than the recipe names. `environment`: the launcher's."""
     named = launch_of(mapping)
     if not named:
         return

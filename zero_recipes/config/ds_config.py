@@ -32,31 +32,24 @@ FP16_NAMES = ("fp16", "half", "float16", "torch.float16")
 
 
 def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """A mapping that is given as it is, as JSON text, or by the path of a JSON file. Raises Refusal.
+    """`named`: a mapping, JSON text, or the path of a JSON file. Raises Refusal.
 
-    Its nulls are left out: some libraries take them for a value, others for the default.
+    Nulls are left out: some libraries take them for a value, others for the default.
     """
     if isinstance(named, dict):
         return _without(None, named)
     text = str(named)
-    place = "the inline configuration"
-    if not text.lstrip().startswith("{"):
-        place = text
-        path = at_hand(text, "ds_configs")
-        if not path.is_file():
-            raise refusal("ZR202", path=path, cwd=Path.cwd())
-        text = path.read_text()
-    try:
+    with library_error_as_finding(f"reading the configuration {text[:80]}"):
+        if not text.lstrip().startswith("{"):
+            text = at_hand(text, "ds_configs").read_text()
         config = json.loads(text)
         if not isinstance(config, dict):
-            raise ValueError(f"it holds a {type(config).__name__}")
-    except ValueError as error:
-        raise refusal("ZR203", place=place, error=error) from None
-    return _without(None, config)
+            raise TypeError(f"it is no mapping, but a {type(config).__name__}")
+        return _without(None, config)
 
 
 def refuse_bad_schema(config: Mapping[str, Any], source: str) -> None:
-    """Refuse what DeepSpeed or transformers would stop on, or read as another stage."""
+    """What DeepSpeed or transformers would stop on, or read as another stage."""
     with library_error_as_finding(f"reading {source}"):
         for name in tables()["ds_config"]["mappings"]:
             if not isinstance(config.get(name, {}), dict):
@@ -77,7 +70,7 @@ def parsed_zero(block: Mapping[str, Any]):
 
 
 def _without(left_out: Any, block: Mapping[str, Any]) -> dict[str, Any]:
-    """The block without the keys of one value: "auto", which transformers fills in, or None."""
+    """`left_out`: a value, "auto" or None."""
     kept = {}
     for key, value in block.items():
         if isinstance(value, dict):
@@ -140,7 +133,7 @@ def fill_own_autos(
 
 
 def _is_sized_by_model(config: Mapping[str, Any]) -> bool:
-    """Whether our own key at its top says so: then "auto" of its buckets is ours to fill in."""
+    """By our own key at its top: then "auto" of its buckets is ours to fill in."""
     return config.get("bucket_sizes") == "by_model"
 
 
@@ -160,7 +153,7 @@ def _fill_buckets(zero: dict[str, Any], settings: Any, world_size: int, size: tu
 
 
 def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[dict], dict]) -> bool:
-    """Whether a recipe's configuration is the launcher's, `fill`ed in as a resolved recipe's is.
+    """Once both are `fill`ed in, as a resolved recipe's is.
 
     Buckets do not count where the launcher's are sized by the model: a resolved recipe's may be of another device.
     """
@@ -175,16 +168,14 @@ def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[
 
 
 def number_in(block: Mapping[str, Any], key: str, default: int) -> int:
-    """What is written there, 1e9 included; the default for what is no number."""
+    """The default for what is no number, as "auto"."""
     value = block.get(key, default)
     return int(value) if isinstance(value, (int, float)) else default
 
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A typed view of one DeepSpeed configuration, which `raw` holds as it was written, "auto" included."""
-
-    raw: Mapping[str, Any]
+    raw: Mapping[str, Any]  # as it was written, "auto" included
 
     def _block(self, name: str) -> Mapping[str, Any]:
         return self.raw.get(name) or {}
@@ -236,7 +227,7 @@ class DsConfig:
 
     @property
     def optimizer(self) -> Mapping[str, Any] | None:
-        """The optimizer block, which then counts instead of the recipe's keys."""
+        """Counts instead of the recipe's keys."""
         return self.raw.get("optimizer")
 
     @property
@@ -273,7 +264,7 @@ class DsConfig:
 
     @property
     def name(self) -> str:
-        """ "zero0" ... "zero3", and what the configuration adds to the stage. With all parts of ZeRO++ "_plus_plus"."""
+        """ "zero0" ... "zero3", and what the configuration adds to the stage."""
         name = f"zero{self.stage}"
         if "cpu" in (self.offload_optimizer, self.offload_param):
             name += "_offload"

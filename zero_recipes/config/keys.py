@@ -29,7 +29,7 @@ tables = partial(package_yaml, __package__, "keys.yaml")
 
 @dataclass
 class RecipeArguments:
-    """The keys that TRL does not have. keys.yaml says what each means, for docs/recipe.md."""
+    """The keys that TRL does not have. keys.yaml says what each means."""
 
     dataset_format: str | None = None
     columns: dict | str | None = None
@@ -88,7 +88,7 @@ def _entry_type() -> type:
 
 
 def key_choices() -> dict[str, list[str]]:
-    """{key: the only values that it takes}, by the keys' help texts."""
+    """{key: the only values that it takes}."""
     choices = {}
     for cls in dataclasses_of_a_recipe():
         for field in dataclasses.fields(cls):
@@ -103,7 +103,7 @@ UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_conf
 
 
 def recipe_findings(place: str, mapping: dict[str, Any], lines: dict[str, int]) -> list[Finding]:
-    """All findings about one recipe. `lines`: in the file, by key."""
+    """`lines`: in the file, by key."""
     types = key_types()
     choices = key_choices()
     deprecated = tables()["deprecated"]
@@ -134,7 +134,6 @@ def _place_of(key: str, place: str, lines: Mapping[str, int]) -> str:
 def key_findings(
     place: str, unknown: list[str], known: Iterable[str], lines: Mapping[str, int] | None = None
 ) -> Iterator[Finding]:
-    """Unknown keys: renamed, the launcher's, another trainer's, or misspelt."""
     from accelerate.commands.config.config_args import ClusterConfig
 
     renamed = tables()["renamed"]
@@ -157,7 +156,7 @@ def key_findings(
 
 
 def _instead(row: Mapping[str, str]) -> str:
-    """The fix. `row`: of the key in keys.yaml."""
+    """`row`: of the key in keys.yaml."""
     note = row.get("note", "")
     if "to" not in row:
         return note
@@ -174,7 +173,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
 
 
 def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
-    """A value that the key cannot mean, by pydantic and TRL's own type hint."""
+    """By pydantic and TRL's own type hint."""
     errors = [] if key in UNTYPED else _type_errors(value, hint)
     if not errors:
         return
@@ -208,7 +207,6 @@ def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
 
 
 def range_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
-    """A number out of the key's range in keys.yaml, or NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     rows = (row for row in tables()["ranges"] if key in row["keys"])
@@ -217,12 +215,8 @@ def range_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
     high = allowed.get("max", math.inf)
     if low <= value <= high:
         return
-    words = []
-    if "min" in allowed:
-        words.append(f"at least {low:,}")
-    if "max" in allowed:
-        words.append(f"at most {high:,}")
-    shown = " and ".join(words) or "a number"
+    words = {"min": "at least", "max": "at most"}
+    shown = " and ".join(f"{words[end]} {allowed[end]:,}" for end in words if end in allowed) or "a number"
     yield finding("ZR113", key=key, where=where, value=value, allowed=shown)
 
 
@@ -243,7 +237,6 @@ def accepted_types(hint: Any) -> set[str]:
 
 
 def ignore_findings(ignore: list[str] | str | None) -> Iterator[Finding]:
-    """Codes under `ignore` that are unknown, or of an error that no run can go on with."""
     rows: Mapping[str, Any] = table()
     for code in sorted(ignored_codes(ignore)):
         if code not in rows:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from zero_recipes.config.accelerate import DS_FIELDS
+from zero_recipes.config.accelerate import DS_FIELDS, ds_config_file
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import Recipe, Settings, TrlArguments, trl_arguments
 from zero_recipes.config.strategy import Strategy
@@ -17,7 +17,7 @@ from zero_recipes.core.process import local_world_size
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What one run does. Nothing writes into it; `resuming_from` makes another."""
+    """Nothing writes into it; `resuming_from` makes another."""
 
     recipe: Recipe  # as written
     settings: Settings  # every key in force: the recipe's, the command line's, what launcher and machine decide
@@ -55,7 +55,6 @@ class Run:
 
     @property
     def stage(self) -> int | None:
-        """None without DeepSpeed."""
         return self.strategy.zero_stage
 
     @property
@@ -67,7 +66,7 @@ class Run:
         return local_world_size(self.environment, self.world_size)
 
     def value(self, path: str) -> Any:
-        """What the DeepSpeed configuration has at "zero_optimization.stage"; None where it has nothing."""
+        """Of the DeepSpeed configuration, at "zero_optimization.stage"; None where it has nothing."""
         block: Any = self.ds.raw
         for key in path.split("."):
             block = block.get(key) if isinstance(block, Mapping) else None
@@ -75,14 +74,14 @@ class Run:
 
     def trl_arguments(self) -> TrlArguments:
         """Starts the device's state: a process group that is needed exists before."""
-        if self.strategy.is_deepspeed:
-            # the ds_config has them; DeepSpeedPlugin (accelerate 1.15, utils/dataclasses.py) stops where both are there
+        if self.strategy.is_deepspeed and ds_config_file(self.environment) is None:
+            # inline_ds_config has read them; DeepSpeedPlugin (accelerate 1.15, utils/dataclasses.py) stops at both
             os.environ.pop(DS_FIELDS, None)
         return trl_arguments(self.settings, self.recipe.path)
 
 
 def choose_device(use_cpu: bool) -> str:
-    """ "cpu" or "cuda": the CPU where the recipe says so or torch finds no accelerator."""
+    """ "cpu" or "cuda"."""
     import torch
 
     if use_cpu or not torch.cuda.is_available():
@@ -94,7 +93,7 @@ def choose_device(use_cpu: bool) -> str:
 def settings_in_force(
     recipe: Recipe, strategy: Strategy | None, device: str, accumulation: int | None
 ) -> tuple[Settings, Mapping[str, Any]]:
-    """(settings, explicit) of a run: what strategy, device and global batch decide, laid over the recipe."""
+    """(settings, explicit) of a run."""
     decided: dict[str, Any] = {"output_dir": str(recipe.output_dir)}
     if device == "cpu":
         decided["use_cpu"] = True

@@ -1,8 +1,7 @@
-"""Which strategy is in force: found from the recipe, the command line and the launcher, before anything is loaded."""
+"""Which strategy is in force."""
 
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,14 +10,12 @@ from zero_recipes.config.accelerate import ds_config_file, inline_ds_config, is_
 from zero_recipes.config.ds_config import DsConfig, are_one, fill_own_autos, read_json_mapping, refuse_bad_schema
 from zero_recipes.config.fsdp_config import fsdp_config_in_force
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Finding, finding, refusal
+from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import allocator_settings
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How one run is spread over its processes."""
-
     name: str  # "single", "ddp", "fsdp2", "zero0" ... "zero3", with what is added to the stage (DsConfig.name)
     world_size: int
     ds_config: DsConfig | None = None  # as read, "auto" values included; None without DeepSpeed
@@ -91,10 +88,9 @@ def resolve_strategy(
     environment: Mapping[str, str],
     size_of_model: Callable[[Settings], tuple[int, int] | None],
 ) -> Strategy:
-    """One path for every launcher.
-
-    `accelerate launch` hands its ds_config over through the environment (ACCELERATE_DEEPSPEED_CONFIG_FILE),
+    """`accelerate launch` hands its ds_config over through the environment (ACCELERATE_DEEPSPEED_CONFIG_FILE),
     torchrun and deepspeed through the recipe's `deepspeed:` key.
+
     `settings`, `size_of_model`: see fill_own_autos. Raises Refusal where two places name different configurations.
     """
     world_size = int(environment.get("WORLD_SIZE", 1))
@@ -128,7 +124,6 @@ def _in_force(
     environment: Mapping[str, str],
     fill: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> tuple[dict[str, Any] | None, str]:
-    """As launched_ds_config, of recipe and launcher together."""
     launched, launched_from = launched_ds_config(environment, settings.precision)
     named = settings.deepspeed
     if named is None:
@@ -150,48 +145,3 @@ def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str
     if path is None:
         return inline_ds_config(env, precision), "the accelerate file's deepspeed_config"
     return read_json_mapping(path), path
-
-
-def sequence_parallel_findings(settings: Settings, strategy, device: str, config) -> Iterator[Finding]:
-    """What does not go with shared sequences. `config`: the model's, or None."""
-    size = settings.sequence_parallel_size
-    if settings.parallelism_config is not None:
-        yield finding("ZR244")
-    if size == 1:
-        return
-    if not strategy.is_deepspeed:
-        yield finding("ZR245", size=size, name=strategy.name)
-    yield from _attention_findings(settings, size, config)
-    if settings.joined_by:
-        yield finding("ZR249", key=settings.joined_by, size=size)
-    multiple = settings.pad_to_multiple_of
-    uneven = not isinstance(multiple, int) or not multiple or multiple % size  # TRL also takes text
-    varies = device == "cpu" and multiple != settings.max_length
-    if uneven or varies or not settings.dataloader_drop_last:
-        shown = "unset" if multiple is None else multiple
-        yield finding("ZR251", size=size, multiple=shown, device=device)
-    if settings.sample_prompts not in (None, 0, "0"):
-        yield finding("ZR253", size=size)
-    if settings.saves_checkpoints or settings.resume_from_checkpoint not in (None, False, "false"):
-        yield finding("ZR254", size=size)
-    if settings.loss_type != "nll" or settings.label_smoothing_factor:
-        yield finding("ZR255", size=size)
-
-
-def _attention_findings(settings: Settings, size: int, config) -> Iterator[Finding]:
-    """Each process gets a part of the heads, and must see whole sequences."""
-    heads = getattr(config, "num_attention_heads", None)
-    keys = getattr(config, "num_key_value_heads", None)
-    if config is not None and (keys is None or heads % size or (keys % size and size % keys)):
-        yield finding("ZR247", size=size, model_type=config.model_type, heads=heads, keys=keys)
-    attention = str(settings.attn_implementation)
-    is_kernel = "/" in attention and "flash-attn" in attention  # as accelerate
-    if not is_kernel and attention not in ("None", "sdpa", "flash_attention_2", "flash_attention_3"):
-        yield finding("ZR248", size=size, attn_implementation=attention)
-    exact = {"full_attention"}
-    window = getattr(config, "sliding_window", None) or 0
-    if "flash" in attention or (settings.max_length or math.inf) <= window:
-        exact.add("sliding_attention")
-    layers = set(getattr(config, "layer_types", None) or ()) - exact
-    if layers:
-        yield finding("ZR298", size=size, model_type=config.model_type, layers=", ".join(sorted(layers)))

@@ -33,7 +33,7 @@ def package_yaml(package: str, name: str) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all: a reader never sees half a file, nor two processes' halves."""
+    """A reader never sees half a file, nor two processes' halves."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}{PART}")
     unfinished.write_text(text, encoding="utf-8")

@@ -1,7 +1,4 @@
-"""The machine: what it offers to a run, what a measurement was made on, and the GPUs that a plan knows.
-
-Importing it does not import torch.
-"""
+"""The machine, and the GPUs that a plan knows. Importing it does not import torch."""
 
 import math
 import os
@@ -67,7 +64,6 @@ class Host:
         return max(1, int(least))
 
     def threads(self, processes: int) -> int:
-        """Each process's share of the cores, one at least."""
         return max(1, self.cores() // processes)
 
     def _cgroup_files(self, name: str) -> list[Path]:
@@ -103,7 +99,7 @@ class Host:
         return (self.at(sysconfig.get_path("include")) / "Python.h").is_file()
 
     def libaio_headers(self) -> bool:
-        """Whether a compiler finds libaio.h: the usual folders, CPATH, and what CFLAGS adds."""
+        """In the usual folders, CPATH, and what CFLAGS adds."""
         folders = ["/usr/include", "/usr/local/include", *self.environment.get("CPATH", "").split(":")]
         folders += re.findall(r"-I(\S+)", self.environment.get("CFLAGS", ""))
         return any((self.at(folder) / "libaio.h").is_file() for folder in folders if folder)
@@ -120,19 +116,6 @@ class Host:
             return None
         found = re.search(r"release ([\d.]+)", printed)
         return found and found[1]
-
-    def infiniband_devices(self) -> dict[str, bool]:
-        """{device of the kernel: whether its file can be opened here}. /sys shows a machine's in all of its containers.
-
-        libibverbs opens /dev/infiniband/uverbsN, and /sys/class/infiniband_verbs says whose file that is.
-        """
-        devices = sorted(self.at("/sys/class/infiniband").glob("*"))
-        can_open = {device.name: False for device in devices}
-        for ibdev in self.at("/sys/class/infiniband_verbs").glob("uverbs*/ibdev"):
-            file = self.at(f"/dev/infiniband/{ibdev.parent.name}")
-            if os.access(file, os.R_OK | os.W_OK):
-                can_open[ibdev.read_text().strip()] = True
-        return can_open
 
     def read(self, path: str | Path) -> str:
         """Empty where there is no such file."""
@@ -179,7 +162,6 @@ def set_allocator(environment: MutableMapping[str, str]) -> None:
 
 
 def allocator_settings(environment: Mapping[str, str]) -> str:
-    """What torch reads, with the name of the variable."""
     name = _allocator_variable(environment)
     return f"{name}={environment[name]}" if name else "torch's defaults"
 
@@ -201,7 +183,7 @@ def pinned_bytes(size: int, environment: Mapping[str, str]) -> int:
 
 
 def library_versions() -> dict[str, str]:
-    """{package: installed version}, Python's included."""
+    """{package: installed version}."""
     return {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
 
 
@@ -214,7 +196,6 @@ def version_of(package: str) -> str:
 
 
 def hardware_facts(device: str) -> dict[str, Any]:
-    """What a reader needs to place the numbers."""
     found: dict[str, Any] = {
         "cpu": cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)),

@@ -35,7 +35,7 @@ def say(text: str) -> None:
 
 
 def local_world_size(environment: Mapping[str, str], world_size: int) -> int:
-    """Processes of this job on this machine. torchrun says it in LOCAL_WORLD_SIZE, the deepspeed launcher in LOCAL_SIZE
+    """Processes of this job on this machine. torchrun sets LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE
     (DeepSpeed 0.19.8, launcher/launch.py); without either all are here."""
     return int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size)
 
@@ -98,7 +98,7 @@ def signalled() -> bool:
 
 
 def kill_with_children(process: psutil.Process) -> None:
-    """Kill a process and all that it has started; nothing where it has ended."""
+    """Nothing where it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process.suspend()  # or it could start another meanwhile
         for member in (*process.children(recursive=True), process):
@@ -107,7 +107,7 @@ def kill_with_children(process: psutil.Process) -> None:
 
 
 def end_with_parent() -> None:
-    """From now on this process is killed when its parent ends, however that ends."""
+    """From now on this process is killed when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -127,7 +127,7 @@ def forks_end_with_parent() -> Iterator[None]:
 
 
 def wait_for_rank_0(seconds: float) -> None:
-    """Until rank 0 has ended, where it is a process beside this one (of the same launcher), or the time is over."""
+    """Where it is a process beside this one, of the same launcher."""
     beside = []
     for process in psutil.Process(os.getppid()).children():
         with contextlib.suppress(psutil.Error):
@@ -166,8 +166,7 @@ def _end_at_once() -> None:
 class PhaseClock:
     """Seconds of each of PHASES.
 
-    What is outside of all phases counts as "startup" in the clock of a run, which began `before` seconds ago.
-    A training without a recipe does not count it.
+    What is outside of all phases counts as "startup" in a run, which began `before` seconds ago.
     """
 
     def __init__(self, before: float | None = None) -> None:
@@ -192,7 +191,7 @@ class PhaseClock:
             self._stack.pop()
 
     def count_outside_as(self, name: str | None) -> None:
-        """From now on, what is outside of all phases; None: it is not counted."""
+        """From now on; None: it is not counted."""
         self.book()
         self._outside = name
 

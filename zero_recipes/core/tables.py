@@ -33,7 +33,7 @@ def _visible(character: str) -> str:
 
 
 def terminal(stderr: bool = False) -> Console:
-    """A Console on which a character that the terminal's encoding lacks is escaped, and no error."""
+    """What the terminal's encoding lacks is escaped."""
     console = Console(stderr=stderr)
     if hasattr(console.file, "reconfigure"):
         console.file.reconfigure(errors="backslashreplace")
@@ -42,7 +42,7 @@ def terminal(stderr: bool = False) -> Console:
 
 @contextmanager
 def working(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Says what goes on: a spinner on a terminal, else a line at once and every ten seconds.
+    """A spinner on a terminal, else a line at once and every ten seconds.
 
     Gives a function that says something else from then on.
     """
@@ -69,9 +69,7 @@ def working(what: str, console: Console | None = None) -> Iterator[Callable[[str
 
 
 class Column(NamedTuple):
-    """A header (broken by hand, for narrow columns) and how a row is shown under it."""
-
-    header: str
+    header: str  # broken by hand, for narrow columns
     cell: Callable[[Row], str]
 
 
@@ -99,7 +97,6 @@ def _table(named: list[Column], others: list[Column], rows: Sequence[Row]) -> Ta
 
 
 def print_texts(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    """Rows of long texts, as models and people wrote them, each folded within its column."""
     table = Table(title=plain(title), show_lines=True)
     for header in headers:
         table.add_column(plain(header), overflow="fold")

@@ -1,4 +1,4 @@
-"""Numbers as people read them: the one place where bytes and seconds become text.
+"""Numbers as people read them.
 
 Sizes are decimal (1 GB = 10^9 bytes), as disks, links and DeepSpeed's documentation count. A GPU's own name ("H100
 80GB") is a name: its memory is 81559 MiB by nvidia-smi, 85.5 GB here.

@@ -20,7 +20,7 @@ PLUS_PLUS = {
 
 
 class ModelState(NamedTuple):
-    """Bytes on one rank: weights used in forward and backward, gradients, optimizer (with any fp32 master)."""
+    """Bytes on one rank."""
 
     params: float
     grads: float

@@ -12,19 +12,15 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.data.audit import MAX_BAD_ROW_SHARE, decoded_parts
+from zero_recipes.data.audit import decoded_parts
 from zero_recipes.data.forms import Row
-from zero_recipes.data.masks import Chat
 
 COMPARED_ROWS = 2000  # of a split, spread over all of it
-COMPARED_PROMPTS = 250  # they are tokenized again, which takes longer
 MERGED = 16  # characters at a prompt's end that may be part of the answer's first token
 END_OF_THOUGHT = "</think>"
 
 
 class Text(NamedTuple):
-    """A text of a row: a column of it, or a turn."""
-
     name: str
     text: str
     has_loss: bool
@@ -41,7 +37,7 @@ class Tokens(NamedTuple):
 def as_written_findings(
     rows: Dataset, tokenised: Dataset, tokenizer: Tokenizer, training_args, split: str
 ) -> Iterator[Finding]:
-    """What the tokens, whole, do not show of the rows' texts. At most three findings."""
+    """What the tokens, whole, do not show of the rows' texts. At most two findings."""
     if "input_ids" in rows.column_names:
         return
     numbers = _spread(len(rows), COMPARED_ROWS)
@@ -64,20 +60,6 @@ def as_written_findings(
         level = "error" if trained else "warning"
         words = text.text.strip()[:80]
         yield finding("ZR528", level=level, count=len(lost), row=row, name=text.name, text=words, **compared)
-    yield from _prompt_findings(rows, tokenised, tokenizer, split)
-
-
-def _prompt_findings(rows: Dataset, tokenised: Dataset, tokenizer, split: str) -> Iterator[Finding]:
-    """At most one: prompts that a model will be asked otherwise than it is trained on them."""
-    numbers = _spread(len(rows), COMPARED_PROMPTS)
-    others: list[tuple[int, str]] = []
-    for number in numbers:
-        end = _other_prompt(rows[number], tokenised[number]["input_ids"], tokenizer)
-        if end is not None:
-            others.append((number, end))
-    if len(others) > max(1, MAX_BAD_ROW_SHARE * len(numbers)):  # few may end inside a token
-        row, end = others[0]
-        yield finding("ZR529", count=len(others), rows=len(numbers), split=split, row=row, end=end)
 
 
 def _spread(count: int, most: int) -> range:
@@ -86,7 +68,7 @@ def _spread(count: int, most: int) -> range:
 
 
 def _texts(row: Row, training_args) -> list[Text]:
-    """Of a converted row, in their order, with what the recipe and the row say of their loss."""
+    """Of a converted row, in their order."""
     on_prompt = training_args.completion_only_loss is False
     if isinstance(row.get("messages"), list):
         return _turns(row["messages"], len(row["messages"]), True, training_args)
@@ -128,7 +110,7 @@ def _without_spaces(text: str) -> str:
 
 
 def _fault(texts: list[Text], tokens: Tokens, tokenizer: Tokenizer) -> str | Text | None:
-    """In words, the first text whose loss is not what it should be; else the first Text that is not there."""
+    """In words, the first text with a wrong loss; else the first Text that is not there."""
     lost = None
     cursor = 0
     for text in texts:
@@ -143,7 +125,7 @@ def _fault(texts: list[Text], tokens: Tokens, tokenizer: Tokenizer) -> str | Tex
 
 
 def _find(text: Text, tokens: Tokens, cursor: int, tokenizer) -> tuple[bool | None, int]:
-    """(True where the text is there with its loss, False where it is there without, None where it is not; its end)."""
+    """(whether the text is there with its loss, None where it is not there; its end)."""
     is_there = None
     for needle in _spellings(text.text, tokenizer):
         at = tokens.text.find(needle, cursor)
@@ -175,38 +157,6 @@ def _spellings(text: str, tokenizer: Tokenizer) -> Iterator[str]:
         yield again
     if END_OF_THOUGHT in text:
         yield _without_spaces(text.rpartition(END_OF_THOUGHT)[2])
-
-
-def _other_prompt(row: Row, ids: list[int], tokenizer: Tokenizer) -> str | None:
-    """The end of the prompt as the model will be asked, where the row's tokens begin otherwise.
-
-    None where they are the same, or where the row has no last answer. TRL 1.16 warns of it while it tokenizes.
-    """
-    messages = row.get("messages")
-    prompt = row.get("prompt")
-    if isinstance(messages, list):
-        if messages[-1]["role"] != "assistant" or len(messages) == 1:
-            return None
-        asked = _asked(row, messages[:-1], tokenizer)
-    elif isinstance(prompt, list):
-        asked = _asked(row, prompt, tokenizer)
-    elif "prompt" not in row:
-        return None
-    else:
-        asked = tokenizer(prompt)["input_ids"]
-        if asked and asked[-1] == tokenizer.eos_token_id:
-            asked = asked[:-1]
-        if len(asked) > 1 and asked[0] == asked[1] == tokenizer.bos_token_id:
-            asked = asked[1:]
-    same = 0
-    while same < min(len(asked), len(ids)) and asked[same] == ids[same]:
-        same += 1
-    return None if same == len(asked) else tokenizer.decode(asked[same:])
-
-
-def _asked(row: Row, messages: list[Row], tokenizer: Tokenizer) -> list[int]:
-    text = Chat.of_row(row, tokenizer).render(messages, to_answer=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def unread_by_template(rows: Dataset, tokenizer: Tokenizer) -> list[str]:

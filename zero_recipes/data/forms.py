@@ -1,7 +1,7 @@
-"""Forms of rows: what the columns of a data set are, and how a row becomes what TRL takes.
+"""What the columns of a data set are, and how a row becomes what TRL takes.
 
-The columns decide the form, by the types that they have over all rows. Each row is then converted by itself: its own
-nulls, role names and weights count, and a row that does not fit is named. TRL 1.16 looks at the first row only.
+The columns decide the form, by their types over all rows. Each row is then converted by itself: its own nulls, role
+names and weights count, and a row that does not fit is named. TRL 1.16 looks at the first row only.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from datasets import Dataset, Features, IterableDataset, Json, List, Value
 
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import package_yaml
-from zero_recipes.core.findings import Finding, finding, library_error_as_finding, refusal
+from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.data.audit import TOKEN_COLUMNS, skips_preparation
 
 Rows = Dataset | IterableDataset
@@ -27,11 +27,9 @@ TURNS = List(Json())
 
 
 class Form(NamedTuple):
-    """What the columns are, and how a row is converted; None where TRL takes it as it is."""
-
     description: str
     used: frozenset[str]  # columns of the data
-    convert: Callable[[Row], Row] | None = None
+    convert: Callable[[Row], Row] | None = None  # None where TRL takes a row as it is
     turns: tuple[str, ...] = ()  # columns of messages that `convert` makes, which a chat template writes
     example: Row | None = None  # the first row, converted
 
@@ -47,7 +45,6 @@ class RowError(TypeError):
 
 @contextlib.contextmanager
 def row_errors_as_findings(split: str) -> Iterator[None]:
-    """A RowError raised inside becomes a Refusal that names the row."""
     try:
         yield
     except RowError as error:
@@ -60,7 +57,7 @@ def row_errors_as_findings(split: str) -> Iterator[None]:
 def column_kinds(rows: Rows) -> dict[str, str]:
     """{column: "text", "null", "turns", "list", or the datasets library's name of another type}.
 
-    By the types of all rows; of a stream by those that it declares, else by its first rows.
+    Of a stream by the types that it declares, else by its first rows.
     """
     features = rows.features
     if features is None:
@@ -78,7 +75,7 @@ def column_kinds(rows: Rows) -> dict[str, str]:
 
 
 def _kind_of_nested(rows: Rows, name: str, feature: Any) -> str:
-    """Of lists, structs and JSON: the values say, not the type."""
+    """The values say, not the type."""
     kinds = {_kind_of_value(row.get(name), feature) for row in rows.take(INFORMATIVE_ROWS)}
     for kind in ("turns", "list", "text", type(feature).__name__):
         if kind in kinds:
@@ -104,7 +101,7 @@ def _is_turn(value: Any) -> bool:
 
 
 def recognise(kinds: Mapping[str, str], settings: Settings, dataset_format: str | None) -> Form | None:
-    """The form of rows with such columns; None where the recipe trains on nothing that is there."""
+    """None where the recipe trains on nothing that is there."""
     if dataset_format in ("alpaca", "alpaca_chat"):
         return _alpaca(kinds, dataset_format)
     if skips_preparation(settings):
@@ -174,7 +171,7 @@ def _conversation(column: str, kinds: Mapping[str, str]) -> Form:
 def _pair(kinds: Mapping[str, str], whole: bool) -> Form | None:
     """A question and its answer. None where two columns could be one of them: the recipe's `columns` says which.
 
-    `whole`: as one list of messages, whose assistant's turns all have a loss.
+    `whole`: as one list of messages.
     """
     questions = _text_columns(kinds, "questions")
     answers = _text_columns(kinds, "answers")
@@ -227,16 +224,12 @@ def _system_column(kinds: Mapping[str, str]) -> str | None:
 
 
 def alpaca_prompt(instruction: str, input: str = "") -> str:
-    """Alpaca's prompt, with or without input. The answer follows directly."""
     template = tables()["alpaca"]["with_input" if input else "without_input"]
     return template.format(instruction=instruction, input=input)
 
 
 def alpaca_row(row: Row) -> dict[str, str]:
-    """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised.
-
-    Raises RowError where a column is not text: `str.format` would write None.
-    """
+    """As TRL's prompt and completion. Raises RowError where a column is not text: `str.format` would write None."""
     prompt = alpaca_prompt(_text(row, "instruction"), _text_or_none(row, "input") or "")
     return {"prompt": prompt, "completion": _text(row, "output")}
 
@@ -250,7 +243,7 @@ def alpaca_turns(row: Row) -> dict[str, list[dict[str, str]]]:
 
 
 def turns_of(row: Row, column: str) -> list[Row]:
-    """As messages: role, content, the turn's other keys, and `weight: 0` where it has no loss. Raises RowError."""
+    """Messages: role, content, the turn's other keys, and `weight: 0` where it has no loss. Raises RowError."""
     turns = row[column]
     if not isinstance(turns, list) or not turns:
         raise RowError(f"{column} is {turns!r}, not a list of messages")
@@ -296,7 +289,7 @@ def _role(name: Any, place: str) -> str:
 
 
 def _content(value: Any, place: str) -> str:
-    """A turn's text; of a list of parts, as APIs write it, the texts joined."""
+    """Of a list of parts, as APIs write it, the texts joined."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -359,7 +352,7 @@ def _text_or_none(row: Row, name: str | None) -> str | None:
 
 
 def convert(rows: Rows, form: Form, split: str = "the data") -> Rows:
-    """As TRL takes them, without the columns that the form does not read. Raises Refusal, with the row."""
+    """Without the columns that the form does not read. Raises Refusal, with the row."""
     columns = column_names(rows)
     with library_error_as_finding(f"reading the rows of {split}"), row_errors_as_findings(split):
         if form.convert is None:
@@ -408,16 +401,8 @@ def unread(kinds: Mapping[str, str], form: Form) -> list[str]:
     return [name for name, kind in kinds.items() if kind != "null" and name not in read]
 
 
-def not_text_findings(kinds: Mapping[str, str], split: str) -> Iterator[Finding]:
-    """Columns that would be a question, an answer or a text, if they held texts."""
-    names = {*tables()["questions"], *tables()["answers"], "text"}
-    for name, kind in kinds.items():
-        if name in names and kind not in ("text", "null", "turns", "list"):
-            yield finding("ZR526", column=name, split=split, kind=kind)
-
-
 def rename(rows: Rows, columns: Mapping[str, str] | None) -> Rows:
-    """`columns`: {the name that is read: the name in the data}. A column that has the new name already is dropped."""
+    """`columns`: {new name: the name in the data}. A column that has the new name already is dropped."""
     if not columns:
         return rows
     taken = []

@@ -1,4 +1,4 @@
-"""Data and tokenizer of a recipe: found, loaded and formatted, for training and for generation alike."""
+"""Data and tokenizer of a recipe: found, loaded and formatted."""
 
 import contextlib
 import copy
@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import fsspec
 import pandas
-import pyarrow
 from datasets import (
     Dataset,
     DatasetDict,
@@ -27,13 +26,12 @@ from datasets import (
 )
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from pyarrow import parquet
 from transformers import AutoTokenizer, set_seed
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config import keys
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Refusal, finding, first_line, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import Refusal, finding, first_line, library_error_as_finding, refusal
 from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
 from zero_recipes.engine.huggingface import read_texts_as_texts, single_process_env
@@ -41,18 +39,7 @@ from zero_recipes.engine.huggingface import read_texts_as_texts, single_process_
 ALPACA = ", ".join(forms.ALPACA_COLUMNS)
 WANTED = {"alpaca": ALPACA, "alpaca_chat": ALPACA, "chat": "messages, conversations, or one question with one answer"}
 TRAINED_ON = f"prompt and completion, input_ids, the text of dataset_text_field, {WANTED['chat']}"
-PADDING_TOKENS = (
-    # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
-    "<|padding|>",
-    "<|finetune_right_pad_id|>",
-    "<|pad|>",
-    "<pad>",
-    "[PAD]",
-    # reserved, or never written by a tokenizer of today
-    "<|reserved_special_token_0|>",
-    "<unk>",
-    "[UNK]",
-)
+PADDING_TOKENS = forms.tables()["padding"]
 
 
 SEPARATORS = ",;\t"  # of CSV files: the one that the header has most of
@@ -63,7 +50,7 @@ class MissingSplit(Refusal):
 
 
 def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
-    """(training rows, evaluation rows, what was recognised in each source), as TRL takes them. Raises Refusal."""
+    """(training rows, evaluation rows, what was recognised in each source). Raises Refusal."""
     splits, found = load_splits(settings)
 
     def rows_of(key: str) -> Rows:
@@ -85,7 +72,7 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
 
 
 def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
-    """All splits of the recipe's data; those of a mixture are formatted. Raises Refusal."""
+    """Those of a mixture are formatted. Raises Refusal."""
     sources = _sources(settings)
     if not any(source["path"] for source in sources):
         raise refusal("ZR504")
@@ -100,7 +87,7 @@ def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
 
 
 def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
-    """The entries of `datasets`: one after the other, by TRL's `fraction`, or drawn by `weight`."""
+    """One after the other, by TRL's `fraction`, or drawn by `weight`."""
     parts = []
     found = []
     for entry in settings.datasets:
@@ -128,7 +115,7 @@ def _shares(key: str, settings: Settings) -> list[float]:
 
 
 def _first_rows(parts: list[Rows], shares: list[float]) -> list[Rows]:
-    """As TRL 1.16 takes them (scripts/utils.py): as many of each part as its share allows."""
+    """As TRL 1.16 takes them (scripts/utils.py)."""
     pairs = list(zip(parts, shares, strict=True))
     total = min(len(part) / share for part, share in pairs if share > 0)
     return [part.select(range(round(share * total))) for part, share in pairs]
@@ -196,7 +183,7 @@ def _source_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_format(path: str | None) -> dict[str, Any]:
-    """A path as `load_dataset` takes it; of one file of a known format its reader, and the file."""
+    """Of one file of a known format its reader, and the file."""
     kind = _format_of(str(path))
     if kind is None or not os.path.isfile(path):
         return {"path": path}
@@ -208,7 +195,7 @@ def _format_of(file: str) -> str | None:
 
 
 def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, Any]) -> tuple[Rows, Form]:
-    """Rows of one source as TRL takes them. `entry`: of `datasets`, whose own keys go before the recipe's."""
+    """`entry`: of `datasets`, whose own keys go before the recipe's."""
     columns = entry.get("columns")
     if not isinstance(columns, Mapping):  # names of columns to keep
         columns = None
@@ -220,8 +207,8 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
         kinds = forms.column_kinds(rows)
     form = forms.recognise(kinds, settings, dataset_format)
     if form is None:
-        raise_errors(list(forms.not_text_findings(kinds, split)))
-        raise _unknown_columns(split, sorted(kinds), WANTED.get(dataset_format, TRAINED_ON))
+        columns = [f"{name} ({kind})" for name, kind in sorted(kinds.items())]
+        raise _unknown_columns(split, columns, WANTED.get(dataset_format, TRAINED_ON))
     if settings.assistant_only_loss and not form.turns:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(kinds))
     description = form.description
@@ -291,7 +278,7 @@ def _streamed(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading(sources: list[dict[str, Any]]) -> Iterator[None]:
-    """What the datasets library raises becomes a Refusal, with the file, and of broken JSON the line."""
+    """What the datasets library raises becomes a Refusal, of broken JSON with the line."""
     try:
         yield
     except (Refusal, MemoryError):
@@ -299,7 +286,8 @@ def reading(sources: list[dict[str, Any]]) -> Iterator[None]:
     except Exception as error:
         paths = [str(source["path"]) for source in sources]
         named = ", ".join(paths)
-        why = _root_cause(error)
+        cause = error.__cause__ or error  # datasets wraps what it meets
+        why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:400]}"
         for file in _local_files(sources):
             place = _broken(file)
             if place is not None:
@@ -319,12 +307,7 @@ def _local_files(sources: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _broken(file: str) -> str | None:
-    """A Parquet file that cannot be read, or the first line that is no JSON object: "a.json line 5: Expecting"."""
-    if file.endswith(".parquet"):
-        try:
-            parquet.read_table(file)
-        except (pyarrow.ArrowException, OSError) as error:
-            return f"{file}: {first_line(error)}"
+    """The first line that is no JSON object: "a.json line 5: Expecting"."""
     if _format_of(file) != "json":
         return None
     number = 0
@@ -346,23 +329,11 @@ def _parse(text: bytes) -> Any:
     return json.loads(text.decode("utf-8-sig"))
 
 
-def _root_cause(error: BaseException) -> str:
-    """The message of the first error in a chain, with its type: datasets wraps what it meets."""
-    earlier = error
-    while earlier is not None and type(earlier).__name__ != "RemoteTraceback":  # another process's traceback, as text
-        error = earlier
-        earlier = error.__cause__
-        if earlier is None and not error.__suppress_context__:
-            earlier = error.__context__
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message[:400]}"
-
-
 def load_tokenizer(settings: Settings) -> Tokenizer:
-    """The model's tokenizer, with a padding token that is not the end of text. Refuses one that has none.
+    """With a padding token that is not the end of text. Refuses one that has none.
 
-    TRL falls back to pad = end of text. Its labels are built before padding, so that the end is supervised all the
-    same, but a model saved with pad = eos teaches everyone downstream to mask the end.
+    TRL falls back to pad = end of text. Its own labels are built before padding, but a model saved so teaches everyone
+    downstream to mask the end.
     """
     name = settings.model_name_or_path
     trust = settings.trust_remote_code
@@ -385,7 +356,7 @@ def _refuse_unknown_token(key: str, token: str, tokenizer: Tokenizer) -> None:
 
 
 def apply_chat_template_file(tokenizer: Tokenizer, settings) -> Tokenizer:
-    """The tokenizer as SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal.
+    """As SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal.
 
     A copy: SFTTrainer must still find which tokens it adds, for LoRA trains those.
     """
@@ -406,7 +377,7 @@ def apply_chat_template_file(tokenizer: Tokenizer, settings) -> Tokenizer:
 
 
 class _WithoutEmbeddings(Mock):
-    """A model for `clone_chat_template`, where only the tokenizer is to change."""
+    """For `clone_chat_template`, where only the tokenizer is to change."""
 
     def resize_token_embeddings(self, new_num_tokens: int, pad_to_multiple_of: None) -> None:
         self.vocab_size = new_num_tokens
@@ -424,5 +395,5 @@ def on_hub(name: str | None) -> bool:
 
 
 def packaged_formats() -> set[str]:
-    """Names that are formats, not data sets of the hub: json, csv, parquet and others."""
+    """Names that are no data sets of the hub: json, csv, parquet and others."""
     return {module.name for module in pkgutil.iter_modules(packaged_modules.__path__)}

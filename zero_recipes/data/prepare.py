@@ -1,4 +1,4 @@
-"""The rows as the trainer takes them: tokenised, audited, truncated and packed before any weight is loaded.
+"""Rows, tokenised, audited, truncated and packed before any weight is loaded.
 
 SFTTrainer prepares its rows after it has a model, where ranks take turns by collectives. Here its own code does it
 before, on one process of each node, and the result is kept beside the datasets library's cache.
@@ -71,8 +71,6 @@ _OUR_PARTS += [Path(part.__file__) for part in (as_written, audits, forms, load,
 
 
 class Data(NamedTuple):
-    """What a recipe names, formatted, and the tokenizer with the chat template in force."""
-
     train: load.Rows
     evaluation: load.Rows | None
     samples: list[Sample]
@@ -81,11 +79,9 @@ class Data(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows, the same tokenised whole and as they are trained on, and their counts."""
-
     rows: Dataset
-    tokenised: Dataset
-    ready: Dataset
+    tokenised: Dataset  # whole
+    ready: Dataset  # as they are trained on
     audit: Audit
 
 
@@ -109,9 +105,9 @@ class Prepared:
 
 
 def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer) -> Prepared:
-    """Rows and samples of a run, made or found by one process of each node and read by all.
+    """Made or found by one process of each node and read by all. Raises Refusal on every process.
 
-    `training_args` is changed to what is prepared. `tokenizer`: the model's. Raises Refusal on every process.
+    `training_args` is changed to what is prepared. `tokenizer`: the model's.
     """
     ignored = ignored_codes(settings.ignore)
     made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
@@ -151,10 +147,7 @@ def _tokenised(rows: load.Rows, tokenizer, settings: Settings, training_args) ->
 
 
 def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozenset[str]) -> dict:
-    """Prepared rows as JSON: those that an earlier run of the same data and arguments has kept, or new ones.
-
-    The findings are not downgraded: other runs ignore others. Of errors not ignored nothing is kept.
-    """
+    """As JSON. The findings are not downgraded: other runs ignore others. Of errors not ignored nothing is kept."""
     data = read_data(settings, tokenizer)
     ours = RowKeys.of(settings)
     folder = _folder(data, training_args, ours) if isinstance(data.train, Dataset) else None
@@ -179,7 +172,7 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
 
 
 def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
-    """What a recipe names, nothing tokenised yet. Raises Refusal."""
+    """Nothing is tokenised yet. Raises Refusal."""
     tokenizer = load.apply_chat_template_file(tokenizer, settings)
     rows, evaluation, found = load.load_rows(settings)
     load.refuse_turns_without_template(found, tokenizer)
@@ -207,7 +200,7 @@ def finish(tokenised: Dataset, tokenizer: Tokenizer, training_args, packing: boo
 def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[Split], list[Finding]]:
     """Training rows, evaluation rows if there are any, and what is wrong with each and with both together.
 
-    Of a stream the first STREAMED_ROWS. Raises Refusal for what cannot be tokenised.
+    Of a stream the first STREAMED_ROWS. Raises Refusal.
     """
     name = settings.dataset_train_split
     rows = _start_of(data.train, name)
@@ -245,7 +238,7 @@ def prepare_split(
     ours: RowKeys = NO_KEYS,
     split: str = "the data",
 ) -> tuple[Split, list[Finding]]:
-    """One split, and what is wrong with it. Raises Refusal."""
+    """(the split, what is wrong with it). Raises Refusal."""
     with library_error_as_finding(f"tokenizing the rows of {split}"):
         audits.refuse_broken_tokens(rows, tokenizer, split)
         findings = []
@@ -255,7 +248,9 @@ def prepare_split(
             tokenised = masks.tokenise_as_written(rows, tokenizer, training_args, ours.assistant_mask)
             tokenised, doubled = masks.with_single_markers(rows, tokenised, tokenizer)
             if doubled:
-                findings.append(_doubled_markers(doubled, len(rows), tokenizer, split))
+                markers = " and ".join(dict.fromkeys([str(tokenizer.bos_token), str(tokenizer.eos_token)]))
+                about = {"count": len(doubled), "rows": len(rows), "split": split, "row": doubled[0]}
+                findings.append(finding("ZR530", **about, markers=markers))
             findings += as_written_findings(rows, tokenised, tokenizer, training_args, split)
             ready = finish(tokenised, tokenizer, training_args, packing, ours)
     found = audits.audit(rows, tokenised, ready, tokenizer, training_args, ours)
@@ -263,13 +258,8 @@ def prepare_split(
     return Split(rows, tokenised, ready, found), findings
 
 
-def _doubled_markers(doubled: list[int], rows: int, tokenizer: Tokenizer, split: str) -> Finding:
-    markers = dict.fromkeys([str(tokenizer.bos_token), str(tokenizer.eos_token)])
-    return finding("ZR530", count=len(doubled), rows=rows, split=split, row=doubled[0], markers=" and ".join(markers))
-
-
 def recognised(data: Data, split: Split) -> list[str]:
-    """What the columns and the turns are taken for, in words, and what nothing reads."""
+    """What the columns are taken for, in words, and what nothing reads."""
     lines = [form.description for form in data.forms]
     unread = as_written.unread_by_template(split.rows, data.tokenizer)
     if unread:
@@ -346,9 +336,9 @@ def data_sha256(rows: Dataset) -> str:
 
 
 def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
-    """The rows of a recipe, or why they are not known. Without asking the hub. `path`: the recipe's.
+    """A text says why they are not known. The hub is not asked. `path`: the recipe's.
 
-    All as a run has prepared them, where one has; else at most PLANNED_ROWS, tokenised and packed as a run does.
+    All as a run has prepared them, where one has; else at most PLANNED_ROWS.
     """
     if settings.dataset_streaming or settings.streaming:
         return "the data is a stream"
@@ -420,7 +410,7 @@ def _evaluated(ready: Dataset, args) -> tuple[int, int]:
 
 
 def _of_prepared(ready: Dataset, source: str) -> RowLengths:
-    """Of rows as they are trained on. Reads Arrow's buffers, no token."""
+    """Reads Arrow's buffers, no token."""
     if "seq_lengths" in ready.column_names:  # TRL's bfd; "wrapped" makes rows of its own, all full
         lengths = np.concatenate(ready.with_format("numpy")["seq_lengths"][:])
     else:

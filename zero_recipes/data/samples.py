@@ -21,10 +21,8 @@ from zero_recipes.engine.huggingface import prepare_dataset
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt, ready to be tokenised, and the answer wanted (None: only shown, not scored)."""
-
     prompt: str
-    reference: str | None
+    reference: str | None  # the answer wanted; None: only shown, not scored
     templated: bool = False  # by a chat template, which has written the special tokens already
     source: str = "the recipe's own"  # where it comes from, for people
     row: dict[str, Any] | None = None  # prompt and completion as a training row has them; None without a reference
@@ -34,15 +32,12 @@ class Sample:
 
 
 def takes_rows(requested: Any) -> bool:
-    """Whether `sample_prompts` is a number of rows of the test split."""
+    """A number, of rows of the test split."""
     return requested is not None and str(requested).isdecimal() and int(requested) > 0
 
 
 def rows_to_ask(requested: Any, evaluation, settings: Settings):
-    """The evaluation rows, or those of dataset_test_split where the run does not evaluate.
-
-    None where no rows are requested, or the data has no such split.
-    """
+    """Those of dataset_test_split where the run does not evaluate; None where the data has no such split."""
     if evaluation is not None or not takes_rows(requested):
         return evaluation
     try:
@@ -54,7 +49,7 @@ def rows_to_ask(requested: Any, evaluation, settings: Settings):
 def choose_samples(
     requested: Any, eval_rows, dataset_format: str | None, tokenizer: Tokenizer, split: str = "test"
 ) -> list[Sample]:
-    """The recipe's `sample_prompts`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
+    """`requested`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
 
     `eval_rows`: of dataset_test_split, named `split`; None where the data has none. Raises Refusal.
     """
@@ -119,7 +114,7 @@ def _prompt_and_completion(row: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _text(value: Any) -> str:
-    """`value` as text that a tokenizer takes: no half of a surrogate pair. Numbers of a recipe are prompts too."""
+    """No half of a surrogate pair. Numbers of a recipe are prompts too."""
     if type(value) not in (str, int, float):
         raise TypeError(f"{value!r} is not text")
     return str(value).encode().decode()

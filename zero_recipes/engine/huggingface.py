@@ -203,10 +203,7 @@ LAUNCHED += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMPI_", "PMI_", "MV
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Random numbers of Python, NumPy and torch go on as if nothing was seeded inside.
-
-    Every Trainer seeds them. CUDA's are left out: before CUDA starts, torch would remember the seed.
-    """
+    """Every Trainer seeds them. CUDA's are left out: before CUDA starts, torch would remember the seed."""
     of_python = random.getstate()
     of_numpy = numpy.random.get_state()
     no_cuda_seed = patch.object(torch.cuda, "manual_seed_all", lambda seed: None)
@@ -250,7 +247,7 @@ def attention_kernel(attn_implementation: str | None) -> str | None:
 
 
 def has_flash_package(attn_implementation: str | None) -> bool:
-    """Whether the package of flash_attention_2, _3 or _4 is installed. False of anything else."""
+    """Of flash_attention_2, _3 or _4; False of anything else."""
     for version, checks in flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX.items():
         if attn_implementation == f"flash_attention_{version}":
             return checks["general_availability_check"]()
@@ -265,7 +262,7 @@ def attention_name(attn_implementation: str | None) -> str | None:
 
 
 def other_attention(model: PreTrainedModel, requested: str | None) -> str | None:
-    """What the model has taken instead of `requested`. None where it is the same."""
+    """None where it is what was requested."""
     taken = model.config._attn_implementation
     if requested is None or taken in (requested, attention_kernel(requested)):
         return None
@@ -284,10 +281,7 @@ REFUSED = re.compile(r"[Uu]nsupported|WeightsUnpickler error")  # messages of to
 
 
 def load_without_code(path: Path) -> Any:
-    """What torch.save wrote, with mapped tensors.
-
-    Raises torch.load's errors: UnpicklingError for what is neither data nor of a known class.
-    """
+    """What torch.save wrote, with mapped tensors. Raises torch.load's errors."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -70,7 +70,6 @@ def _optimizer_with_ops(strategy: Strategy, settings: Settings) -> str | None:
 
 
 def build_findings(strategy: Strategy, device: str, settings: Settings, host: Host) -> Iterator[Finding]:
-    """What is missing to build this run's ops."""
     ops = {op for op in ops_of(strategy, device, settings) if not is_prebuilt(op, device)}
     to_compile = {op for op in ops if not is_compiled(op, host)}
     on_cuda = ops & ON_CUDA if device == "cuda" else set()
@@ -103,7 +102,7 @@ def is_prebuilt(op: str, device: str) -> bool:
 
 
 def is_compiled(op: str, host: Host) -> bool:
-    """Whether this installation of DeepSpeed has left it where torch looks for it."""
+    """By this installation of DeepSpeed."""
     if op == "async_io" and not is_compiled("pin_memory", host):  # loaded first, op_builder/async_io.py `load`
         return False
     folder = host.at(extension_folder(host.environment, op))
@@ -134,7 +133,6 @@ def extension_folder(environment: Mapping[str, str], name: str) -> Path:
 
 
 def build(ops: Iterable[str]) -> None:
-    """Compile these ops into torch's folder of extensions, and print how it goes."""
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     for op in ops:
@@ -179,7 +177,7 @@ def _holders() -> dict[Path, int]:
 
 
 def main(names: list[str]) -> None:
-    """Compile what is missing of `names` for runs on CPUs. async_io is left out without libaio."""
+    """For runs on CPUs. async_io is left out without libaio."""
     if "async_io" in names and not Host().libaio_headers():
         print("async_io, which NVMe offload needs, is not compiled: libaio.h is missing (apt-get install libaio-dev)")
         names.remove("async_io")

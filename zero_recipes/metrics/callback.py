@@ -1,8 +1,4 @@
-"""Measures memory, model states, tokens per second, communication and loss of one run, and writes metrics.json.
-
-Everything is measured on the engine's own tensors and collectives, independently of the formulas that it is compared
-with. docs/metrics.md describes the file.
-"""
+"""Measures one run on the engine's own tensors and collectives, and writes metrics.json (docs/metrics.md)."""
 
 import math
 import os
@@ -27,7 +23,7 @@ from zero_recipes.model import parameter_counts
 
 
 def strategy_of(args) -> Strategy:
-    """The strategy that accelerate's state says. `args`: TrainingArguments."""
+    """By accelerate's state. `args`: TrainingArguments."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState()
@@ -42,8 +38,7 @@ def strategy_of(args) -> Strategy:
 class StageMetricsCallback(TrainerCallback):
     """Measures a training run and writes metrics.json into `output_dir` (default: the Trainer's) on rank 0.
 
-    Works in any Trainer. It counts tokens when they enter the model's forward pass.
-    Losses and gradient norms come from the log and need logging_steps=1.
+    Works in any Trainer. Losses and gradient norms come from the log and need logging_steps=1.
     ZeroSFTTrainer passes the exact numbers of every micro batch instead.
 
     `strategy`: None is what accelerate's state says.
@@ -71,12 +66,10 @@ class StageMetricsCallback(TrainerCallback):
         self.begin()
 
     def record(self, phase: str) -> None:
-        """The bytes that are allocated on the accelerator as a phase ends; nothing without an accelerator."""
         if torch.cuda.is_available():
             self.phases[phase] = torch.cuda.memory_allocated()
 
     def begin(self) -> None:
-        """Nothing is measured yet."""
         self.finished = False
         self.clock = PhaseClock()
         self.steps = probe.StepClock("cpu")  # the device's, once training begins
@@ -109,7 +102,7 @@ class StageMetricsCallback(TrainerCallback):
     # called by ZeroSFTTrainer
 
     def load_state_dict(self, carried: dict[str, Any], step: int) -> None:
-        """Go on from what the checkpoint of `step` carries; `carried` is empty where another program wrote it."""
+        """`carried` by the checkpoint of `step`; empty where another program wrote it."""
         history = probe.History.model_validate(carried)
         self.resumed_at = [*history.resumed_at, step]
         self.first_step = step + 1 if history.first_step is None else history.first_step
@@ -119,7 +112,7 @@ class StageMetricsCallback(TrainerCallback):
         self.evaluations += history.eval_history
 
     def history(self) -> dict[str, Any]:
-        """What a checkpoint carries, for `load_state_dict`, as JSON can hold it. Every rank calls it (collectives)."""
+        """For `load_state_dict`, as JSON can hold it. Collective."""
         return probe.History(
             summary=self._summary(),
             grad_norm_history=self.grad_norms,
@@ -130,9 +123,11 @@ class StageMetricsCallback(TrainerCallback):
         ).model_dump(mode="json")
 
     def count_tokens(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None = None) -> None:
-        """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent;
-        `repeated`: likewise, the tokens of rows that the epoch had before. Those are counted once. The sums stay on the
-        device until the run ends: reading one would wait for the GPU in every micro batch."""
+        """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent.
+
+        `repeated`: likewise, the tokens of rows that the epoch had before. Those are counted once.
+        The sums stay on the device: reading one would wait for the GPU in every micro batch.
+        """
         counted = self.used.counted(inputs, repeated)
         self.has_labels = self.has_labels or "labels" in inputs or "shift_labels" in inputs
         self.tokens = counted if self.tokens is None else self.tokens + counted
@@ -140,8 +135,7 @@ class StageMetricsCallback(TrainerCallback):
             self.tokens_timed = counted if self.tokens_timed is None else self.tokens_timed + counted
 
     def since_last_log(self) -> dict[str, float]:
-        """For the progress line and the trackers, of all ranks: speed, the peak of the memory (the accelerator's, else
-        RSS), the bytes sent in a step; with the first of them the plan's figures. Every rank calls it (one gather)."""
+        """Of all ranks; with the first of them the plan's figures. Collective (one gather)."""
         if self.tokens is None:
             return {}
         plan = self.predicted
@@ -160,19 +154,19 @@ class StageMetricsCallback(TrainerCallback):
         return logs
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Add one micro batch's share of the step's loss (the Trainer has scaled it already)."""
+        """One micro batch's share of the step's loss (the Trainer has scaled it already)."""
         if len(self.losses) == self.done:
             self.losses.append(loss.float())
         else:
             self.losses[-1] = self.losses[-1] + loss.float()
 
     def add_norm(self, norm: torch.Tensor | float) -> None:
-        """The gradient norm of the step at work, on whichever device: on a GPU it is read with the loss."""
+        """On a GPU it is read with the loss."""
         whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2's is a DTensor
         self.norm = torch.as_tensor(whole, dtype=torch.float64).detach().reshape(())
 
     def identify(self, args, model: torch.nn.Module) -> None:
-        """Who the run is. TRL has put LoRA's adapter around the model by now."""
+        """TRL has put LoRA's adapter around the model by now."""
         self.output_dir = self.output_dir or Path(args.output_dir)
         self.strategy = self.strategy or strategy_of(args)
         self.device = args.device.type
@@ -196,7 +190,6 @@ class StageMetricsCallback(TrainerCallback):
             "micro_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "max_length": getattr(args, "max_length", None),
-            "recipe_sha256": None,
         }
         self.identity = schema.RunIdentity(**of_trainer | self.known)
         self.used = probe.UsedFlops(self.identity)
@@ -257,8 +250,8 @@ class StageMetricsCallback(TrainerCallback):
         self.steps.open()
 
     def _bring_losses_together(self) -> None:
-        """What must end a run then ends it on every rank, and a crash leaves the losses behind. The only numbers of a
-        step that are read back from a GPU, together: all ranks have to know before the next."""
+        """A crash leaves the losses behind, and what must end a run ends it on every rank: all have to know before the
+        next step. No other numbers of a step are read back from a GPU."""
         loss = self.losses[-1].double()
         norm = self.norm
         norm_or_0 = loss.new_zeros(()) if norm is None else norm.to(loss)
@@ -300,14 +293,14 @@ class StageMetricsCallback(TrainerCallback):
             self.clock.count_outside_as(None)
 
     def end_steps(self) -> None:
-        """Training has ended: the figures are complete. Every rank calls it (collectives)."""
+        """The figures are complete then. Collective."""
         if self.forward_hook is not None:
             self.forward_hook.remove()
         self.summary = self._summary()
         self.finished = True
 
     def _summary(self) -> schema.Measurements:
-        """Read peaks and bring all ranks' figures together, those of the run that was resumed included."""
+        """Of all ranks, those of the run that was resumed included. Collective."""
         losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
         own = probe.RankFigures(
             peak=schema.PeakMemory(**peak_memory(self.device)),
@@ -339,12 +332,12 @@ class StageMetricsCallback(TrainerCallback):
         return [every, non_padding, supervised if self.has_labels else None]
 
     def _logged(self) -> list[float] | None:
-        """Losses of all steps so far by the log; None where it has not each of them."""
+        """By the log; None where it has not each of them."""
         steps = range(self.started_at + 1, self.started_at + self.done + 1)
         return [self.logged_losses[step] for step in steps] if {*steps} <= self.logged_losses.keys() else None
 
     def states_so_far(self) -> dict[str, int]:
-        """Model-state bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
+        """Bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
         if self.probe is None or any(self.states.values()):
             return self.states
         return self.probe.read()
@@ -354,7 +347,7 @@ class StageMetricsCallback(TrainerCallback):
         return [*(self.earlier.loss_history or []), *self.step_losses]
 
     def write(self, status: schema.Status = "ok", error: str | None = None) -> None:
-        """Write metrics.json on rank 0: complete after `end_steps`, before it with null for what was not measured."""
+        """On rank 0: complete after `end_steps`, before it with null for what was not measured."""
         if rank():
             return
         if not self.finished:

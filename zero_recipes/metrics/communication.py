@@ -66,14 +66,12 @@ class CountCollectives(TorchDispatchMode):
 
 
 class Step(NamedTuple):
-    """What one optimizer step has sent."""
-
     everywhere: Bytes
     between_nodes: Bytes  # the part of it that went between machines
 
 
 class CommunicationCounter:
-    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its gradients, FSDP2's as they pass."""
+    """DeepSpeed's at its backend, DDP's by its gradients, FSDP2's as they pass."""
 
     def __init__(self, engine: torch.nn.Module, strategy: Strategy):
         """`engine`: what wraps the model; of DDP and DeepSpeed the model itself will do."""
@@ -115,7 +113,7 @@ class CommunicationCounter:
 
     @contextlib.contextmanager
     def not_counted(self) -> Iterator[None]:
-        """What is sent inside is not the step's: the losses that the metrics bring together."""
+        """What is sent inside is the metrics' own."""
         if self.passing is None:  # not sent through what is counted
             yield
             return

@@ -22,8 +22,6 @@ WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What one model takes."""
-
     weights: float  # that multiply one token
     trained: float  # of them, those that get a gradient
     # {how far a token looks back in some layers, None without a limit: the sum of their widths, H·(Q + V)}
@@ -42,10 +40,7 @@ class ModelFlops:
     def of_rows(self, lengths: Iterable[float]) -> float:
         """FLOPs of forward and backward of rows of these lengths, in tokens; packed rows each by itself."""
         rows = list(lengths)
-        seen = []
-        for window in self.attention:
-            seen.append(sum(squares(row, window) for row in rows))
-        return self.of_step(sum(rows), seen)
+        return self.of_step(sum(rows), [sum(squares(row, window) for row in rows) for window in self.attention])
 
 
 def squares(length: float, window: int | None) -> float:

@@ -1,4 +1,4 @@
-"""What is read off optimizer steps: model states, seconds, tokens, FLOPs; and the ranks' figures brought together."""
+"""What is read off optimizer steps: model states, seconds, tokens, FLOPs."""
 
 import statistics
 import time
@@ -21,10 +21,9 @@ MOST_WARMUP_STEPS = 5
 
 
 class StateProbe:
-    """Reads the model states at every point of one optimizer step at which they can be largest.
-
-    Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
+    """Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
     optimizer (DeepSpeed makes fp32 copies there).
+
     `optimizer`: as accelerate has wrapped it; `record` is called as each phase ends.
     """
 
@@ -93,7 +92,7 @@ class StepClock:
         self.open()
 
     def seconds(self, first: int = 0) -> list[float]:
-        """One duration per closed step, from the `first` on."""
+        """Of each closed step, from the `first` on."""
         if self.on_cuda:
             torch.cuda.synchronize()
             return [start.elapsed_time(end) / 1000 for start, end in self.steps[first:]]
@@ -108,17 +107,11 @@ class StepClock:
 
 
 def steps_not_timed(total: int) -> int:
-    """How many of `total` optimizer steps are not timed.
-
-    The first compiles and allocates, the probe of the memory slows down the second.
-    More of a longer run, at most half of it.
-    """
+    """The first step compiles and allocates, the probe of the memory slows down the second."""
     return min(total, max(2, min(MOST_WARMUP_STEPS, total // 2)))
 
 
 class UsedFlops:
-    """Of one run, on every rank."""
-
     def __init__(self, identity: schema.RunIdentity):
         precision = identity.precision
         if precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
@@ -129,10 +122,7 @@ class UsedFlops:
         self.logged_steps = 0
 
     def count(self, model: torch.nn.Module) -> None:
-        """Look at the model as it is trained, with its adapter.
-
-        Where its config does not say how wide attention is, there are no FLOPs and no MFU, and a line that says so.
-        """
+        """`model`: with its adapter. Not counted where its config does not say how wide attention is."""
         try:
             self.model = model_flops(model, whole_shape)
         except (AttributeError, TypeError, ZeroDivisionError) as error:  # a config of the model's own making
@@ -186,7 +176,7 @@ class UsedFlops:
         return self.model.of_step(tokens, squares)
 
     def since_last_log(self, counted: torch.Tensor, steps: StepClock, world_size: int) -> dict[str, float]:
-        """Tokens per second and MFU for the progress line. `counted`: by all ranks since the last log."""
+        """`counted`: by all ranks since the last log."""
         seconds = sum(steps.seconds(self.logged_steps))
         tokens = int(counted[1])
         self.logged_steps = len(steps.steps)
@@ -229,8 +219,6 @@ def utilisation(flops: float, tokens: int, seconds: float, ranks: int, peak: flo
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank's share."""
-
     peak: schema.PeakMemory
     states: schema.ModelStateBytes
     losses: list[float] | None  # one per optimizer step of this process; None where they are not known
@@ -240,7 +228,7 @@ class RankFigures:
 
 
 class History(schema.Part):
-    """What a checkpoint carries for the run that goes on from it; all of it may be missing."""
+    """What a checkpoint carries; all of it may be missing."""
 
     summary: schema.Measurements = schema.Measurements()
     grad_norm_history: list[schema.Number] = Field([])
@@ -253,7 +241,7 @@ class History(schema.Part):
 def summarise(
     ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: int, peak_flops: float | None = None, **more: Any
 ) -> schema.Measurements:
-    """All ranks', over at least one step.
+    """Over at least one step.
 
     `seconds`: of each step; `warmup`: how many are not timed. Where none is timed, times and rates are null.
     `peak_flops`: FLOP/s of a card; `more`: fields of Measurements that rank 0 alone knows.

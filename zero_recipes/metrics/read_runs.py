@@ -14,7 +14,7 @@ SWEEP_FILE = "sweep.json"
 
 
 class SampleRow(schema.Part):
-    """One line of samples.jsonl. In that of `zero-recipes ask`, before is the base and after the model."""
+    """Of samples.jsonl. In that of `zero-recipes ask`, before is the base and after the model."""
 
     prompt: str  # as the model got it, the template included
     before: str | None = None  # None where the base gave no answer
@@ -52,14 +52,12 @@ def question(prompt: str) -> str:
 
 
 def short(text: str | None, most: int = 220) -> str:
-    """Its end, of at most so many characters."""
+    """Its end."""
     text = text or ""
     return text if len(text) <= most else "... " + text[-most:]
 
 
 class MeasuredRun(schema.Metrics):
-    """One metrics.json with its folder and its samples."""
-
     folder: Path = Path()
     samples: list[SampleRow] = Field([])
     swept: dict[str, Any] | None = None  # what a sweep set in it, by key; None unless a sweep.json says so
@@ -101,10 +99,9 @@ def draw_losses(axes: Any, run: schema.Metrics) -> None:
 
 
 def read_runs(folder: Path) -> list[MeasuredRun]:
-    """Every run in `folder` and one level below.
+    """In `folder` and one level below, without what `--overwrite true` has kept.
 
     ddp and zero0 to zero3 first, then the others by name, at last those of a sweep of values in its order.
-    What `--overwrite true` has kept is left out.
     Raises ContractError, also where there is none.
     """
     folder = Path(folder).resolve()  # "." has no name of its own, and names decide what is compared
@@ -141,7 +138,6 @@ def read_samples(file: Path) -> list[SampleRow]:
 
 
 def read_sweep_file(folder: Path) -> SweepFile:
-    """Without runs where there is none. Raises ContractError."""
     path = folder / SWEEP_FILE
     if path.exists():
         return schema.read_part(SweepFile, path)

@@ -23,7 +23,7 @@ from zero_recipes.metrics.read_runs import SampleRow, mean_scores, question, sho
 
 @dataclass
 class Answers:
-    """What the model answered, in the order of the samples; losses: mean over the reference's tokens, None without."""
+    """In the order of the samples; losses: mean over the reference's tokens, None without."""
 
     texts: list[str]
     reference_losses: list[float | None]
@@ -33,8 +33,8 @@ class Answers:
 def generate_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], max_new_tokens: int, device
 ) -> list[str]:
-    """Greedy answers to one batch of samples, without blanks around them. Collective where the model is sharded (ZeRO
-    stage 3, FSDP): transformers keeps the ranks together then."""
+    """Greedy answers to one batch. Collective where the model is sharded (ZeRO stage 3, FSDP): transformers keeps the
+    ranks together then."""
     room, max_new_tokens = places(model, max_new_tokens)
     rows = []
     for sample in samples:
@@ -55,8 +55,7 @@ def generate_texts(
 def reference_losses(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], device
 ) -> list[float | None]:
-    """Mean negative log-likelihood per reference token, in nats; None where a row has none. A forward pass runs even
-    where no row has any, for the other ranks need it under stage 3."""
+    """Mean negative log-likelihood per reference token, in nats; None where a row has none. Collective as above."""
     inputs = _padded(tokenizer, [list(sample.ids) or _start(tokenizer) for sample in samples], "right")
     logits = model(**inputs.to(device), use_cache=False).logits
     losses: list[float | None] = []
@@ -70,7 +69,7 @@ def reference_losses(
 
 
 def places(model: PreTrainedModel, max_new_tokens: int) -> tuple[int, int]:
-    """(tokens of a prompt, of its answer) that the model has places for; at least half of them are the prompt's."""
+    """(tokens of a prompt, of its answer); at least half of the model's places are the prompt's."""
     count = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     room = max(count - max_new_tokens, count // 2, 1)
     return room, max(1, min(max_new_tokens, count - room))
@@ -102,9 +101,8 @@ def _padded(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]], side: str
 def answer(
     trainer: Trainer, samples: list[Sample], max_new_tokens: int, before_batch: Callable[[], None] = lambda: None
 ) -> Answers:
-    """Greedy answers to all samples. Collective: every rank calls it, each answers its share. Under ZeRO stage 3 every
-    forward pass gathers parameters from all ranks, so all take the same number of batches and `synced_gpus` keeps them
-    generating until the slowest has ended."""
+    """Collective: each rank answers its share. Under ZeRO stage 3 every forward pass gathers parameters from all ranks,
+    so all take the same number of batches and `synced_gpus` keeps them generating until the slowest has ended."""
     if not samples:
         return Answers([], [])
     share = math.ceil(len(samples) / trainer.accelerator.num_processes)
@@ -136,7 +134,7 @@ def answer(
 
 
 def answer_before(trainer: Trainer, samples: list[Sample], max_new_tokens: int) -> Answers:
-    """`answer` before the first step of this process, with what is worth knowing on rank 0. Collective."""
+    """Before the first step of this process. Collective."""
     if trainer.args.process_index == 0 and samples:
         if trainer.state.global_step:
             print(f"sample prompts: `before` has the answers after step {trainer.state.global_step}", flush=True)
@@ -145,7 +143,7 @@ def answer_before(trainer: Trainer, samples: list[Sample], max_new_tokens: int) 
 
 
 def answers_carried(history: dict[str, Any], samples: list[Sample]) -> Answers | None:
-    """The answers that a checkpoint's history carries; None where it has none or was given other prompts."""
+    """None where a checkpoint's history has none or was given other prompts."""
     before = history.get("answers_before") or {}
     if before.get("prompts") != [sample.prompt for sample in samples]:
         return None
@@ -181,29 +179,21 @@ def sample_rows(
 
     rows = []
     for number, sample in enumerate(samples):
-        row = SampleRow(
-            prompt=sample.prompt,
-            before=None,
-            after=after.texts[number],
-            reference=sample.reference,
-            scores_before={},
-            scores_after=scores(sample, after, number),
-        )
+        row = {"prompt": sample.prompt, "reference": sample.reference, "scores_before": {}}
+        row |= {"after": after.texts[number], "scores_after": scores(sample, after, number)}
         if before is not None:
-            earlier = {"before": before.texts[number], "scores_before": scores(sample, before, number)}
-            row = row.model_copy(update=earlier)
-        rows.append(row)
+            row |= {"before": before.texts[number], "scores_before": scores(sample, before, number)}
+        rows.append(SampleRow(**row))
     return rows
 
 
 def write_rows(path: Path, rows: list[SampleRow]) -> None:
-    """samples.jsonl: one line per prompt, whole or not at all."""
     lines = [strict_json(row.model_dump()) for row in rows]
     write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
-    """Print the first rows and the mean scores as tables. `source`: where the prompts come from."""
+    """`source`: where the prompts come from."""
     console = terminal()
     shown = rows[:most]
     columns = ["prompt", "before", "after", "reference"]

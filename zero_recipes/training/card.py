@@ -31,7 +31,7 @@ HUB_SECONDS = 600  # without a byte of an answer
 
 
 def write_card(folder: Path, out: Path | None = None) -> None:
-    """README.md from what a run has written, as far as it has come. `out`: where the model was exported to."""
+    """From what a run has written so far. `out`: where the model was exported to."""
     run = schema.Metrics.read(folder / schema.FILE)
     recipe = _recipe(folder)
     base = recipe.get("model_name_or_path") or run.model
@@ -90,7 +90,6 @@ def _recipe(folder: Path) -> dict[str, Any]:
 
 
 def _data(recipe: Mapping[str, Any]) -> list[str]:
-    """The names of a recipe's data: of the hub, or files of one of the formats."""
     entries = [*(recipe.get("datasets") or []), {"path": recipe.get("dataset_name")}]
     names = []
     for entry in entries:
@@ -103,7 +102,7 @@ def _data(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def licence_of(name: str | None, kind: str, revision: str | None = None) -> str | None:
-    """By the README.md of a folder or of the hub's cache; no request to the hub. `kind`: model or dataset."""
+    """By the README.md in a folder or in the hub's cache. `kind`: model or dataset."""
     path = Path(str(name)) / README
     if not path.is_file():
         path = try_to_load_from_cache(name, README, repo_type=kind, revision=revision) if on_hub(name) else None
@@ -142,7 +141,6 @@ def _measured(run: schema.Metrics) -> list[tuple[str, str, str]]:
 
 
 def _cells(row: read_runs.SampleRow) -> list[str]:
-    """Prompt, before and after for a table of markdown."""
     cells = []
     for text in (read_runs.question(row.prompt), row.before, row.after):
         escaped = read_runs.short(text).replace("&", "&amp;").replace("<", "&lt;")
@@ -151,7 +149,7 @@ def _cells(row: read_runs.SampleRow) -> list[str]:
 
 
 def redacted(value: Any) -> Any:
-    """Any part of a document without paths of this machine: of each, its last name. Other text stays."""
+    """Without paths of this machine: of each, its last name. Other text stays."""
     if isinstance(value, Mapping):
         return {key: redacted(each) for key, each in value.items() if key not in SECRET}
     if isinstance(value, list):
@@ -179,10 +177,7 @@ def hub(token: str | None) -> HfApi:
 
 
 def push(folder: Path, repo: str, token: str | None = None, revision: str | None = None) -> str:
-    """One commit with the model, its card, its measurements and its recipe. Returns its address.
-
-    Other files stay here: checkpoints, logs, failures and pickles. Raises NotPushed.
-    """
+    """One commit without checkpoints, logs, failures and pickles. Returns its address. Raises NotPushed."""
     write_card(folder)
     names = {*saved_files(folder), README, PICTURE, SAMPLES, schema.FILE, RECIPE, "generation_config.json"}
     contents = {name: _redacted_file(folder / name) for name in sorted(names) if (folder / name).is_file()}
@@ -204,7 +199,7 @@ def push(folder: Path, repo: str, token: str | None = None, revision: str | None
 
 
 def _redacted_file(path: Path) -> str | bytes:
-    """What is uploaded of a file: its path, or its text without paths of this machine."""
+    """Its path, or its text without paths of this machine."""
     if path.name == RECIPE:
         return yaml.safe_dump(redacted(_recipe(path.parent)), sort_keys=False, allow_unicode=True).encode()
     if path.name == schema.FILE:

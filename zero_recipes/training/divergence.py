@@ -56,7 +56,6 @@ class StopAtDivergence(TrainerCallback):
 
 
 def not_finite(metrics: StageMetricsCallback) -> list[str]:
-    """What of the last step's loss and gradient norm is NaN or infinite, in words."""
     loss, norm = metrics.last_step
     wrong = []
     if not math.isfinite(loss):

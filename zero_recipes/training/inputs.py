@@ -28,7 +28,7 @@ from zero_recipes.training.token_loss import share_sequences
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a trainer is given. It is complete, and the same on every rank."""
+    """Complete, and the same on every rank."""
 
     arguments: SFTConfig  # SFTTrainer takes the rows as they are
     peft_config: Any  # None without an adapter
@@ -39,10 +39,7 @@ class Inputs:
 
 
 def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
-    """TRL's arguments, rows, prompts and the plan; the libraries are set up for this run.
-
-    Every rank calls it (collectives). Raises Refusal on all of them.
-    """
+    """The libraries are set up for this run. Collective. Raises Refusal on all ranks."""
     settings = run.settings
     arguments = run.trl_arguments().training
     peft_config = models.adapter_config(settings, has_weights=True)
@@ -80,7 +77,7 @@ def _set_up_libraries(run: Run, arguments: SFTConfig) -> None:
 
 
 def _log_in(run: Run, arguments: SFTConfig) -> None:
-    """To what the run will need once it has weights: its repository is created then, and wandb's callback logs in."""
+    """Before the weights are loaded: the repository is created, and wandb's callback logs in, after that."""
     if "wandb" in arguments.report_to and os.environ.get("WANDB_MODE", "online") == "online":
         once(library_error_as_finding("logging in (report_to: wandb)")(import_module("wandb").login), "logs in")
     if run.settings.push_to_hub:

@@ -34,10 +34,7 @@ SHOWN = 600  # characters of a row, before training
 
 
 class Session:
-    """Every rank enters (collective); rank 0 writes and prints.
-
-    A failure leaves failure.rankN.json and metrics.json, a refusal nothing.
-    """
+    """Collective. A failure leaves failure.rankN.json and metrics.json, a refusal nothing."""
 
     def __init__(self, run: Run, clock: PhaseClock):
         self.run = run
@@ -61,14 +58,14 @@ class Session:
         return self._open.__exit__(*ending)
 
     def choose_checkpoint(self) -> Run:
-        """The run, to go on from a whole checkpoint. Nobody else changes the folder now. Collective."""
+        """Nobody else changes the folder now. Collective."""
         self.run = resolve_resume_checkpoint(look_again(self.run))
         return self.run
 
     def claim(self, inputs: Inputs, model: PreTrainedModel) -> Run:
-        """From here on the folder is this run's: what an earlier one left may go. Nothing refuses after this.
+        """What an earlier run left in the folder may go. Nothing refuses after this.
 
-        The launch is written down. Collective. Returns the run with the checkpoint that it loads.
+        Collective. Returns the run with the checkpoint that it loads.
         """
         with resharded_where_needed(self.run) as run:
             self.repository = _create_repository(run, inputs)
@@ -95,7 +92,7 @@ class Session:
         return run
 
     def progress(self, saved: str) -> None:
-        """Write what is measured so far. `saved`: what is known of the model."""
+        """`saved`: what is known of the model."""
         self.saved = saved
         self.metrics.write("running", saved)
 
@@ -114,7 +111,7 @@ class Session:
                 print(f"next: zero-recipes report {folder}", flush=True)
 
     def push_if_requested(self, inputs: Inputs) -> None:
-        """Upload the model where the recipe says push_to_hub. Every rank waits, however long it takes. Collective."""
+        """Every rank waits, however long it takes. Collective."""
         if self.repository is None:
             return
         with rank_0_writes():
@@ -158,7 +155,6 @@ class Session:
 
 
 def _row_of(run: Run):
-    """What metrics.json says of a run that has not come to its first step."""
     strategy = run.strategy
     return not_begun(
         run.recipe.name,
@@ -170,7 +166,6 @@ def _row_of(run: Run):
 
 
 def _write_launch(run: Run, inputs: Inputs, model: PreTrainedModel) -> None:
-    """Print what will run, and write recipe.resolved.yaml."""
     data = inputs.data
     forms, rows = data.shown
     parameters, _ = parameter_counts(model)
@@ -183,7 +178,7 @@ def _write_launch(run: Run, inputs: Inputs, model: PreTrainedModel) -> None:
 
 
 def _create_repository(run: Run, inputs: Inputs) -> str | None:
-    """The repository to push to, on every rank; None where none is requested. Collective."""
+    """On every rank; None where none is requested. Collective."""
     if not run.settings.push_to_hub:
         return None
     args = inputs.arguments

@@ -4,6 +4,7 @@ TRL 1.16 and transformers 5.23 do this in training for most models and rows. Wha
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import datasets
@@ -61,18 +62,18 @@ class TokenWeights:
         self.trainer = trainer
         count_tokens_with_loss(trainer)
         if trainer.padding_free:
-            trainer.data_collator = CollatorWithRowLengths(trainer.data_collator)
+            trainer.data_collator = partial(collated_with_lengths, trainer.data_collator)
         self._repeated: tuple[Batch, torch.Tensor] | None = None  # an epoch's last batch, and which of its tokens
         self._evaluated = torch.zeros(2)  # summed loss, tokens
 
     @property
     def shares_sequences(self) -> bool:
-        """Whether each row is shared by several processes (Ulysses)."""
+        """By Ulysses."""
         parallelism = self.trainer.accelerator.parallelism_config
         return parallelism is not None and parallelism.sp_enabled
 
     def of_step(self, batches: list[Batch], count, device, count_again: Callable):
-        """(micro batches of a step, its tokens with a loss on all ranks). `count_again`: the trainer's own count."""
+        """(micro batches of a step, tokens with a loss on all ranks). `count_again`: the trainer's own count."""
         lengths = [batch.pop(ROW_LENGTHS, None) for batch in batches]
         if self.shares_sequences and batches:
             own = sum((batch["shift_labels"] != -100).sum() for batch in batches)  # of its parts
@@ -83,13 +84,12 @@ class TokenWeights:
         if self._ends_with_repeated_rows(left_over) and "labels" in batches[-1]:
             tokens = self._tokens_repeated(batches[-1], lengths[-1], left_over)
             self._repeated = (batches[-1], tokens)
-            without_loss(batches[-1], tokens)
+            batches[-1]["labels"].masked_fill_(tokens, -100)
             count = count_again(batches, device)
         return batches, count
 
     def repeated_tokens(self, batch: Batch) -> torch.Tensor | None:
-        """Which tokens of a batch in training are of rows that the epoch had before, a mask of the shape of `labels`;
-        None where there is no such row. Their labels are -100 by then."""
+        """None where no row is repeated. Their labels are -100 by then."""
         if self._repeated is None or self._repeated[0] is not batch:
             return None
         return self._repeated[1]
@@ -98,11 +98,11 @@ class TokenWeights:
         self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.trainer.args.device)
 
     def predict(self, predict: Callable, model, inputs: Batch, *arguments, **keywords):
-        """A batch of an evaluation by `predict`, the trainer's own prediction_step, with its loss and tokens added."""
+        """`predict`: the trainer's own prediction_step."""
         lengths = inputs.pop(ROW_LENGTHS, None)
         left_over = self.trainer.accelerator.gradient_state.remainder
         if self._ends_with_repeated_rows(left_over) and "labels" in inputs:
-            without_loss(inputs, self._tokens_repeated(inputs, lengths, left_over))
+            inputs["labels"].masked_fill_(self._tokens_repeated(inputs, lengths, left_over), -100)
         result = predict(model, inputs, *arguments, **keywords)
         if "labels" in inputs and result[0] is not None:
             tokens = (inputs["labels"][..., 1:] != -100).sum().to(self._evaluated)
@@ -118,8 +118,8 @@ class TokenWeights:
         return loss / tokens
 
     def _ends_with_repeated_rows(self, left_over: int) -> bool:
-        """Whether this is the last batch of a data loader, filled with rows that it had before. Agrees on all ranks.
-        `left_over`: rows of all ranks' last batches that are no repetition; 0 or less where nothing is filled."""
+        """Agrees on all ranks. `left_over`: rows of all ranks' last batches that are no repetition; 0 or less where
+        nothing is filled."""
         accelerator = self.trainer.accelerator
         return accelerator.gradient_state.end_of_dataloader and left_over > 0 and accelerator.num_processes > 1
 
@@ -127,20 +127,16 @@ class TokenWeights:
         return tokens_repeated(batch["labels"], lengths, left_over, self.trainer.accelerator.process_index)
 
 
-class CollatorWithRowLengths:
-    """TRL's padding-free collator, which puts rows one after the other, with how long each of them is."""
-
-    def __init__(self, collate: Callable[[list[dict]], Batch]):
-        self.collate = collate
-
-    def __call__(self, rows: list[dict]) -> Batch:
-        return self.collate(rows) | {ROW_LENGTHS: [len(row["input_ids"]) for row in rows]}
+def collated_with_lengths(collate: Callable[[list[dict]], Batch], rows: list[dict]) -> Batch:
+    return collate(rows) | {ROW_LENGTHS: [len(row["input_ids"]) for row in rows]}
 
 
 def tokens_repeated(labels: torch.Tensor, lengths: list[int] | None, left_over: int, rank: int) -> torch.Tensor:
-    """Which tokens of a rank's last batch are of repeated rows: a mask of the shape of `labels`. `lengths`: of the rows
-    joined in one line, in tokens; None where each has a line of its own. `left_over`: rows of all ranks that are no
-    repetition; they come first, by rank."""
+    """Which tokens of a rank's last batch are of rows that the epoch had before: a mask of the shape of `labels`.
+
+    `lengths`: of the rows joined in one line, in tokens; None where each has a line of its own.
+    `left_over`: rows of all ranks that are no repetition; they come first, by rank.
+    """
     rows = len(labels) if lengths is None else len(lengths)
     kept = max(0, min(rows, left_over - rows * rank))
     repeated = torch.zeros_like(labels, dtype=torch.bool)
@@ -149,11 +145,6 @@ def tokens_repeated(labels: torch.Tensor, lengths: list[int] | None, left_over: 
     else:
         repeated[:, sum(lengths[:kept]) :] = True
     return repeated
-
-
-def without_loss(batch: Batch, tokens: torch.Tensor) -> None:
-    """Take the loss of some tokens away; `tokens`: a mask of the shape of `labels`."""
-    batch["labels"].masked_fill_(tokens, -100)
 
 
 class TokenMetrics:
@@ -173,7 +164,7 @@ class TokenMetrics:
         self._evaluated: torch.Tensor | int = 0  # the same, summed over an evaluation
 
     def are_put_off(self, is_vlm: bool) -> bool:
-        """Whether `loss` may take the place of TRL's: for no loss but cross-entropy."""
+        """For no loss but cross-entropy."""
         trainer = self.trainer
         return (
             self.when == "logging_steps"
@@ -238,7 +229,7 @@ class TokenMetrics:
 
 
 def share_sequences(training_args, size: int, attn_implementation: str | None) -> None:
-    """Hand the groups to the trainer. Call it once TrainingArguments exist and before the trainer does."""
+    """Call it once TrainingArguments exist and before the trainer does."""
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
@@ -254,10 +245,9 @@ def share_sequences(training_args, size: int, attn_implementation: str | None) -
 
 
 def loss_of_a_part(model, inputs: dict[str, torch.Tensor], count: torch.Tensor, processes: int) -> torch.Tensor:
-    """This process's share of the step's loss, so that the mean over all processes is the mean over all tokens.
+    """The mean over all processes is the mean over all tokens. `count`: tokens with loss in the step, of all processes.
 
-    transformers' own (integrations/deepspeed.py, deepspeed_sp_compute_loss) is a mean over each micro batch: a token
-    would weigh more where rows are short. `count`: tokens with loss in the whole step, over all processes.
+    transformers' own (integrations/deepspeed.py, deepspeed_sp_compute_loss) is a mean over each micro batch.
     """
     outputs = model(**inputs, labels=inputs["shift_labels"], use_cache=False, fused_lm_head=True)
     return -outputs.log_probs.sum() / count.clamp(min=1) * processes

@@ -19,7 +19,13 @@ from trl import SFTTrainer
 
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import recipe_facts
-from zero_recipes.checkpoint.resume import forget_resharded, load_resharded, numbered, requested_batch
+from zero_recipes.checkpoint.resume import (
+    forget_resharded,
+    load_resharded,
+    numbered,
+    requested_batch,
+    whole_checkpoints,
+)
 from zero_recipes.config.run import Run
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import Preempted, first_line
@@ -44,7 +50,7 @@ from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, TokenWei
 
 @dataclass(frozen=True)
 class Extras:
-    """What a recipe asks for beside TRL's arguments. The defaults are those of a trainer without a recipe."""
+    """The defaults are those of a trainer without a recipe."""
 
     clock: PhaseClock = field(default_factory=PhaseClock)
     samples: Sequence[Sample] = ()
@@ -59,7 +65,7 @@ class Extras:
 
 
 class NotSaved(Exception):
-    """A checkpoint could not be written. The run ends; the checkpoints before it are as they were."""
+    """The run ends; the checkpoints before it are as they were."""
 
 
 def not_saved(checkpoint: Path, error: Exception) -> NotSaved:
@@ -72,9 +78,9 @@ def not_saved(checkpoint: Path, error: Exception) -> NotSaved:
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beyond `limit`; never the newest, nor the best.
+    """Never the newest, nor the best. By step, where transformers goes by time.
 
-    By step, where transformers goes by time. Each one's manifest goes first: one that is half deleted is unfinished.
+    Each one's manifest goes first: one that is half deleted is unfinished.
     """
     if limit is None or limit <= 0:
         return
@@ -93,9 +99,8 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
 
 class ZeroSFTTrainer(SFTTrainer):
     """A drop-in replacement for TRL's SFTTrainer. Its losses are token-weighted means over all ranks, it detects
-    incomplete checkpoints, and it writes metrics.json.
+    incomplete checkpoints, and it writes metrics.json. It never saves NaN or infinite weights.
 
-    It adds a StageMetricsCallback for args.output_dir if `callbacks` has none. It never saves NaN or infinite weights.
     `extras`: what a recipe asks for beside TRL's arguments; run_sft.py alone gives it.
 
     Private: the methods of the Trainer (transformers 5.23, trainer.py) and of SFTTrainer (TRL 1.16) with an underscore
@@ -173,13 +178,12 @@ class ZeroSFTTrainer(SFTTrainer):
     # training
 
     def train(self, resume_from_checkpoint=None, *arguments, **keywords):
-        """All steps. The metrics are complete then. Raises Diverged on all ranks. `resume_from_checkpoint`: as of
-        SFTTrainer; True is the last checkpoint of args.output_dir that is whole."""
+        """As SFTTrainer; `resume_from_checkpoint=True` is the last checkpoint of args.output_dir that is whole.
+
+        The metrics are complete then. Raises Diverged on all ranks.
+        """
         if resume_from_checkpoint is True:
-            for path in reversed(numbered(Path(self.args.output_dir))):
-                if save.checkpoint_fault(path) is None:
-                    resume_from_checkpoint = str(path)
-                    break
+            resume_from_checkpoint = next(map(str, whole_checkpoints(Path(self.args.output_dir))), True)
         if self.stage_metrics.finished:  # of an earlier training
             self.stage_metrics.begin()
         self._load_history(resume_from_checkpoint)
@@ -206,7 +210,7 @@ class ZeroSFTTrainer(SFTTrainer):
         return super().create_optimizer(model)
 
     def _load_history(self, checkpoint: str | bool | None) -> None:
-        """The history that a checkpoint carries; then metrics.json says what a killed run leaves."""
+        """Then metrics.json says what a killed run leaves."""
         folder = Path(str(checkpoint))
         if (folder / TRAINER_STATE_NAME).is_file():
             carried = folder / save.HISTORY  # another program's has none
@@ -218,8 +222,7 @@ class ZeroSFTTrainer(SFTTrainer):
         self.stage_metrics.write("running")
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        """Before the first step: the engine and the sample prompts. A resharded checkpoint has no files of DeepSpeed's:
-        the engine is built fresh, then filled by parameter."""
+        """A resharded checkpoint has no files of DeepSpeed's: the engine is built fresh, then filled by parameter."""
         resharded = resume_from_checkpoint is not None and save.is_resharded(resume_from_checkpoint)
         in_16_bits = self.is_deepspeed_enabled and (self.args.bf16 or self.args.fp16)
         begins = in_16_bits and resume_from_checkpoint is None
@@ -254,7 +257,7 @@ class ZeroSFTTrainer(SFTTrainer):
         self.stage_metrics.exact_master_weights = all(every_rank)
 
     def _maybe_log_save_evaluate(self, *arguments, **keywords) -> None:
-        """After a step: where a signal has come to any rank by its end, or while it is evaluated, the run ends here."""
+        """Where a signal has come to any rank by the end of a step, or while it is evaluated, the run ends here."""
         ends = self.signals.are_heard and self.stage_metrics.signalled
         if ends:
             self.signals.evaluation_due = self.control.should_evaluate
@@ -291,7 +294,7 @@ class ZeroSFTTrainer(SFTTrainer):
         self._evaluate_if_due()  # it draws random numbers, as it would have before the signal
 
     def _evaluate_if_due(self) -> None:
-        """The evaluation that a signal has cut short, in the run that goes on from there. Collective."""
+        """The one that a signal has cut short, in the run that goes on from there. Collective."""
         if self.signals.evaluation_due:
             try:
                 self._determine_best_metric(self._evaluate(None, None), None)
@@ -409,7 +412,7 @@ class ZeroSFTTrainer(SFTTrainer):
         return self.token_weights.predict(super().prediction_step, model, inputs, *arguments, **keywords)
 
     def sample_after(self) -> None:
-        """The sample prompts once more; samples.jsonl and a table on rank 0. Collective. A signal cuts them short."""
+        """samples.jsonl and a table on rank 0. Collective. A signal cuts the answers short."""
         if self.args.load_best_model_at_end:
             self.signals.are_heard = False  # the optimizer is of another step
         with self.stage_metrics.clock.phase("eval"):
@@ -465,7 +468,6 @@ class ZeroSFTTrainer(SFTTrainer):
                     forget_resharded(folder)
 
     def _write_checkpoint(self, checkpoint: Path, model, trial) -> None:
-        """The mark of an unfinished one first, the manifest last. Collective."""
         if self.args.should_save:
             save.begin_checkpoint(checkpoint)
         self.accelerator.wait_for_everyone()  # no rank writes before the mark is there
@@ -481,7 +483,7 @@ class ZeroSFTTrainer(SFTTrainer):
                 save.write_manifest(checkpoint, self._manifest_facts(), self.extras.with_checksums)
 
     def _manifest_facts(self) -> dict:
-        """What a manifest says of the run that wrote it; without a recipe only what the trainer knows."""
+        """Without a recipe only what the trainer knows."""
         keys = ("strategy", "zero_stage", "world_size", "precision", "micro_batch_size", "gradient_accumulation_steps")
         facts = {key: getattr(self.stage_metrics.identity, key) for key in keys}
         facts |= {"step": self.state.global_step, "versions": library_versions()}
@@ -503,7 +505,7 @@ class ZeroSFTTrainer(SFTTrainer):
             super()._load_best_model()
 
     def save_verified(self, trust_remote_code: bool = False) -> str:
-        """The model in args.output_dir, whole; returns what is known of it. Collective. Raises NotWhole on every rank.
+        """Into args.output_dir; returns what is known of it. Collective. Raises NotWhole on every rank.
 
         `trust_remote_code`: for the comparison with the model's class.
         """
