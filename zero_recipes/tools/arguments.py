@@ -125,9 +125,6 @@ def add_launches(commands) -> None:
     add("--hosts", type=names, help="all machines, comma-separated; run the command on each")
     add("--machine_rank", type=int, default=0, help="rank of this machine, from 0")
 
-    add = add_verb(commands, verbs.fetch, "download a recipe's model and data into the cache, and print their size")
-    add_recipe(add)
-
 
 def add_check(commands) -> None:
     add = add_recipe_verb(
@@ -147,7 +144,7 @@ def add_import(commands) -> None:
     add = add_verb(
         commands,
         import_config.import_,
-        "convert an axolotl, LLaMA-Factory or torchtune file to a recipe, and list what has no counterpart",
+        "convert an axolotl or LLaMA-Factory file to a recipe, and list what has no counterpart",
     )
     add("file", type=Path, help="the YAML file that the other trainer reads")
     add("--output", type=Path, help="file for the recipe; default: FILE.recipe.yaml in this folder")
@@ -250,10 +247,10 @@ def add_results(commands) -> None:
     add = add_model_verb(
         commands,
         verbs.export,
-        "export a run's model, with LoRA merged, as safetensors, GGUF and an Ollama Modelfile",
+        "export a run's model, with LoRA merged, as safetensors and GGUF",
     )
     add("--gguf", nargs="+", default=[], choices=verbs.GGUF, help="file types for llama.cpp and Ollama")
-    add("--llama_cpp", type=Path, help="llama.cpp folder; default: download the pinned source")
+    add("--llama_cpp", type=Path, help="llama.cpp's folder, whose converter writes GGUF")
     add("--output_dir", type=Path, help="default: <model>-export")
 
     add = add_verb(

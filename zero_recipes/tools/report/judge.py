@@ -2,28 +2,23 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from zero_recipes.core import units
 from zero_recipes.core.tables import Row
-from zero_recipes.metrics.read_runs import MeasuredRun, mean_scores
-from zero_recipes.metrics.schema import ORDER
+from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.tools.report import read
 from zero_recipes.tools.report.read import Runs
 
 Verdict = Literal["yes", "no", "cannot tell"]
 Answer = tuple[Verdict, str]  # with what was measured, or why these runs cannot tell
 
-EQUAL_MEMORY = 1e-3  # padding to whole partitions may add a few bytes to a stage
 EQUAL_SPEED = 0.05  # less is noise
 LOSS_FP32 = 1e-5
 LOSS_16_BIT = 2e-2  # one step's rounding; tests hold short runs of the stages to 1e-3, and to 1e-5 in fp32
 # fields of metrics.json
 SAME_RUN = ("model", "parameters", "trainable_parameters", "world_size", "device", "precision")
 SAME_RUN += ("micro_batch_size", "gradient_accumulation_steps", "max_length")
-LOWER_IS_BETTER = {"reference_loss"}
-JUDGED_SCORES = ("exact_match", "token_f1", "reference_loss")
 ON_CPU = "They ran on CPU processes, which says little about GPUs."
 
 
@@ -36,28 +31,24 @@ class Judgement(NamedTuple):
 
 
 def judge_runs(runs: Runs) -> list[Judgement]:
-    """Three of the questions need compared rows."""
+    """None without compared rows."""
     compared = read.comparison(runs)
-    answers = {}
-    if compared:
-        answers["alike"] = _alike(compared)
-        answers["staircase"] = _staircase(compared)
-        answers["losses"] = _losses_equal(compared)
-    answers["answers"] = _answers(runs)
+    if not compared:
+        return []
+    answers = {"alike": _alike(compared), "losses": _losses_equal(compared)}
     wording = read.texts()["judgements"]
     return [Judgement(verdict=verdict, measured=why, **wording[name]) for name, (verdict, why) in answers.items()]
 
 
 def bottom_line(runs: Runs) -> str:
-    """The recommendation, whether losses agree and answers improved, and what did not finish."""
+    """The recommendation, whether losses agree, and what did not finish."""
     compared = read.comparison(runs) or runs
     rows = read.table_rows(compared)
     sentences = _recommendation(rows)
-    claims = {"Losses agree": _losses_equal(compared), "Answers improved": _answers(runs)}
-    for claim, (verdict, measured) in claims.items():
-        if verdict != "cannot tell":
-            why = measured.split(". ")[0].removesuffix(".")
-            sentences.append(f"{claim}: {verdict}. {why}.")
+    verdict, measured = _losses_equal(compared)
+    if verdict != "cannot tell":
+        why = measured.split(". ")[0].removesuffix(".")
+        sentences.append(f"Losses agree: {verdict}. {why}.")
     unfinished = [f"{row['label']} ({row['status']})" for row in rows if row["status"] != "ok"]
     if unfinished:
         sentences.append(f"Not finished: {', '.join(unfinished)}.")
@@ -131,32 +122,6 @@ def _written(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:,.0f}"
 
 
-def _staircase(runs: Runs) -> Answer:
-    finished = {run.strategy: run for run in runs if run.status == "ok" and run.fullest_rank}
-    if "zero0" in finished:
-        finished.pop("ddp", None)  # it stands for stage 0 where zero0 is missing
-    totals = {}
-    shares = {}
-    for strategy in ORDER:
-        if strategy in finished:
-            run = finished[strategy]
-            totals[strategy] = run.fullest_rank.total
-            expected = read.textbook(run)
-            if expected:
-                shares[strategy] = totals[strategy] / expected
-    if len(totals) < 2:
-        return "cannot tell", "Fewer than two stages were measured."
-    verdict = "yes"
-    measured = f"Model states of the fullest rank: {_listed(totals, units.size)}."
-    for lower, upper in pairwise(totals):
-        if totals[upper] > totals[lower] * (1 + EQUAL_MEMORY):
-            verdict = "no"
-            measured += f" {upper} holds more than {lower}."
-    if shares:
-        measured += f" Measured over textbook: {_listed(shares, '{:.3f}'.format)}."
-    return verdict, measured
-
-
 def _losses_equal(runs: Runs) -> Answer:
     trained = [run for run in runs if run.status == "ok" and run.loss_history]
     if len(trained) < 2:
@@ -205,27 +170,6 @@ def _largest_gap(losses: Mapping[str, Mapping[int, float]], steps: Sequence[int]
             largest = gap
             where = f"at step {step} between {low} and {high}"
     return largest, where
-
-
-def _answers(runs: Runs) -> Answer:
-    """yes only where no score is worse, no where none is better."""
-    run = sampled_run(runs)
-    samples = run.samples if run else []
-    answered = [sample for sample in samples if None not in (sample.before, sample.after)]
-    if not answered:
-        return "cannot tell", "No run has answers from before and after training."
-    changes = []
-    gains = []
-    for name, (before, after, _) in mean_scores(answered).items():
-        changes.append(f"{name} {before:.3f} to {after:.3f}")
-        if name in LOWER_IS_BETTER:
-            gains.append(before - after)
-        elif name in JUDGED_SCORES:
-            gains.append(after - before)
-    measured = f"{run.label}: mean {'; '.join(changes) or 'scores missing'}."
-    if not gains or (min(gains) < 0 < max(gains)):
-        return "cannot tell", measured
-    return _yes(max(gains) > 0), measured
 
 
 def _yes(holds: bool) -> Verdict:
