@@ -38,7 +38,7 @@ ONE_PROCESS = {
 }
 
 
-def run(arguments: argparse.Namespace) -> int:
+def ask(arguments: argparse.Namespace) -> int:
     """Raises Refusal before any weight is loaded."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()

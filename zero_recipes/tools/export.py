@@ -33,7 +33,6 @@ PROMPTS = 8
 PROMPT = "Tell me a short story."  # of a model without samples
 TOKENS = 32  # of an answer
 PLACES = 4096
-LEAST_SAME = 0.5  # share of the tokens, of a file in 16 bits
 
 
 class NotExported(RunFailed):
@@ -165,21 +164,17 @@ def served_tokens(file: Path, prompts: Iterable[str], start: str | None) -> list
 
 
 def _compare(files: Iterable[Path], expected: dict[str, list[int]], start: str | None) -> bool:
-    """Compare each file's answers with transformers'. False if a 16-bit file has too few in common."""
+    """Compare each file's answers with transformers'. False if a 16-bit file has none in common.
+
+    A token that is nearly as likely may win in other bits, and the rest of its answer differs.
+    """
     is_fine = True
     for file in files:
         equal = 0
-        same = 0
         answers = served_tokens(file, expected, start)
         for tokens, wanted in zip(answers, expected.values(), strict=True):
             equal += tokens == wanted
-            for token, other in zip(tokens, wanted, strict=False):
-                if token != other:
-                    break
-                same += 1
-        share = same / sum(map(len, expected.values()))
-        result = f"{equal} of {len(expected)} greedy answers match transformers, and {share:.0%} of the tokens"
-        print(f"{file.name}: {result} up to the first difference", flush=True)
-        if share < LEAST_SAME and file.name.endswith("f16.gguf"):
+        print(f"{file.name}: {equal} of {len(expected)} greedy answers match transformers", flush=True)
+        if not equal and file.name.endswith("f16.gguf"):
             is_fine = False
     return is_fine

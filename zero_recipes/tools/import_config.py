@@ -264,7 +264,7 @@ def _entry(path: str, columns: Mapping[str, str | None], theirs: Mapping[str, An
     for new, old in columns.items():
         if old not in (None, new):
             entry.setdefault("columns", {})[new] = old
-    for key in ("name", "split", "data_files", "dataset_format"):
+    for key in ("name", "split", "data_files"):
         if theirs.get(key):
             entry[key] = theirs[key]
     return entry

@@ -31,6 +31,7 @@ def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
     return verb
 
 
+ask = _elsewhere("ask")
 tune = _elsewhere("tune")
 export = _elsewhere("export")
 rent = _elsewhere("rent")
@@ -45,19 +46,15 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def sweep(arguments: argparse.Namespace) -> int:
     with working(IMPORTING):
-        from zero_recipes.tools.plan.job import EVERY
         from zero_recipes.tools.sweep import sweep
 
     output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
     strategies = arguments.strategies or list(STAGES)
-    takes_all = strategies == ["all"]
-    if takes_all:
-        strategies = EVERY
     runs = (arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)
     statuses = sweep(*runs, sets=arguments.sets).values()
     print(f"zero-recipes report {output_dir}")
     fine = {"ok"}
-    if takes_all or (arguments.sets and "ok" in statuses):
+    if arguments.sets and "ok" in statuses:
         fine.add("refused")  # what cannot run here is an answer too
     return 0 if fine.issuperset(statuses) else 1
 
@@ -72,7 +69,7 @@ def report(arguments: argparse.Namespace) -> int:
 def verify(arguments: argparse.Namespace) -> int:
     from zero_recipes.tools.verify import verify
 
-    found = verify(arguments.folder, arguments.deep, arguments.skip_checksums, arguments.trust_remote_code)
+    found = verify(arguments.folder, arguments.deep, arguments.trust_remote_code)
     counts = "{tensors} tensors, {parameters:,} parameters, {bytes:,} bytes".format_map(found)
     print(f"{arguments.folder}: complete, {counts}")
     return 0
@@ -97,19 +94,12 @@ def reshard(arguments: argparse.Namespace) -> int:
     from zero_recipes.tools.reshard import reshard, resume_command
 
     layout = (arguments.world_size, arguments.stage)
-    folder, batch = reshard(arguments.checkpoint, *layout, arguments.skip_checksums, arguments.trust_checkpoint)
+    folder, batch = reshard(arguments.checkpoint, *layout, arguments.skip_checksums)
     strategy = read_manifest(folder)["strategy"]
     print(f"written: {folder}")
     print(f"global batch unchanged: {batch.total} sequences ({batch})")
     print(f"resume with:\n{resume_command(folder, batch, strategy)}")
     return 0
-
-
-def ask(arguments: argparse.Namespace) -> int:
-    quieten()
-    from zero_recipes.tools.ask import run
-
-    return run(arguments)
 
 
 def explain(arguments: argparse.Namespace) -> int:

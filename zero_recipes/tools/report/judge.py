@@ -56,39 +56,25 @@ def bottom_line(runs: Runs) -> str:
 
 
 def _recommendation(rows: Sequence[Row]) -> list[str]:
-    """Sentences on the fastest run, and on the one with the smallest model states."""
+    """The fastest run; of those that are as fast, the one with the smallest model states."""
     timed = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
     if not timed:
         return []
     fastest = max(row["tokens_per_second"] for row in timed)
     tied = [row for row in timed if row["tokens_per_second"] >= (1 - EQUAL_SPEED) * fastest]
-    chosen = min(tied, key=_state_bytes)  # of equal ones the simplest
-    sentences = [_praise(chosen, tied, timed)]
-    if chosen["device"] == "cpu":
-        sentences.append(ON_CPU)
-    least = min(timed, key=_state_bytes)
-    if chosen["state_bytes"] and least["state_bytes"] < chosen["state_bytes"]:
-        saved = 1 - least["state_bytes"] / chosen["state_bytes"]
-        slower = 1 - least["tokens_per_second"] / chosen["tokens_per_second"]
-        states = f"{units.size(least['state_bytes'])} of model states per process, {100 * saved:.0f} % less"
-        sentences.append(f"If memory is short, take {least['label']}: {states}, {100 * slower:.0f} % slower.")
-    return sentences
-
-
-def _state_bytes(row: Row) -> float:
-    """Rows that do not know it are the largest."""
-    return row["state_bytes"] or math.inf
-
-
-def _praise(chosen: Row, tied: Sequence[Row], timed: Sequence[Row]) -> str:
+    chosen = min(tied, key=lambda row: row["state_bytes"] or math.inf)
+    others = " and ".join(row["label"] for row in tied if row is not chosen)
     speed = f"{units.count(chosen['tokens_per_second'])} tokens/s"
     if len(timed) == 1:
-        return f"{chosen['label']} reached {speed}."
-    why = "it fits and is the fastest"
-    if len(tied) > 1:
-        others = " and ".join(row["label"] for row in tied if row is not chosen)
+        sentences = [f"{chosen['label']} reached {speed}."]
+    elif others:
         why = f"it is as fast as {others} within 5 %, and none of them needs less memory"
-    return f"Take {chosen['label']} ({speed}): {why}."
+        sentences = [f"Take {chosen['label']} ({speed}): {why}."]
+    else:
+        sentences = [f"Take {chosen['label']} ({speed}): it fits and is the fastest."]
+    if chosen["device"] == "cpu":
+        sentences.append(ON_CPU)
+    return sentences
 
 
 def sampled_run(runs: Runs) -> MeasuredRun | None:
