@@ -28,14 +28,10 @@ SAMPLES = "samples.jsonl"
 ADAPTER_CONFIG = "adapter_config.json"
 NO_BASE = "none"  # --base none: the model alone
 # recipe keys that need the training's processes or device
-ONE_PROCESS = {
-    "use_cpu": True,
-    "report_to": "none",
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config")),
-    **dict.fromkeys(("tf32", "resume_from_checkpoint")),
-    **dict.fromkeys(("bf16", "fp16", "torch_compile", "use_liger_kernel", "packing", "padding_free"), False),
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "push_to_hub"), False),
-}
+ONE_PROCESS = recipes.WITHOUT_LAUNCH | {"report_to": "none"}
+ONE_PROCESS |= dict.fromkeys(("fsdp_config", "parallelism_config", "accelerator_config", "tf32"))
+ONE_PROCESS |= dict.fromkeys(("torch_compile", "use_liger_kernel", "packing", "padding_free", "push_to_hub"), False)
+ONE_PROCESS |= dict.fromkeys(("load_in_4bit", "load_in_8bit"), False)
 
 
 def ask(arguments: argparse.Namespace) -> int:

@@ -84,8 +84,7 @@ def data_findings(run) -> list:
     """Audit the training rows, and print counts and three rows. Raises Refusal."""
     from zero_recipes.data import audit, load, prepare
 
-    # the strategy does not matter to the data
-    settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False, ddp_backend=None)
+    settings = run.settings.replace(**recipes.WITHOUT_LAUNCH)
     training_args = recipes.trl_arguments(settings, run.recipe.path).training
     data = prepare.read_data(settings, load.load_tokenizer(settings))
     splits, findings = prepare.prepare_splits(data, settings, training_args)

@@ -27,7 +27,7 @@ from zero_recipes.config.accelerate import FOLDER, launched_environment
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.config.strategy import launched_ds_config
-from zero_recipes.core.files import at_hand, write_json, write_text
+from zero_recipes.core.files import at_hand, write_json
 from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import kill_with_children
@@ -114,7 +114,12 @@ def launched(
     previous = folders.claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
     (folder / FILE).unlink(missing_ok=True)
     own = [*overrides, *run.words]
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", run.config_in(folder)]
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", run.config]
+    if run.ds_config is not None:  # in place of the file's own
+        ds_config = folder / "ds_config.json"
+        write_json(ds_config, run.ds_config)
+        zero_init = str(DsConfig(run.ds_config).stage == 3).lower()
+        words += ["--deepspeed_config_file", ds_config, "--zero3_init_flag", zero_init]
     words += ["--num_processes", ranks, "--main_process_port", 0]  # a free port
     words += [script or at_hand("run_sft.py"), recipe, "--output_dir", folder]
     named = {word.partition("=")[0] for word in own}
@@ -209,20 +214,6 @@ class SweepRun:
     values: Mapping[str, Any]  # what the sweep sets, by key
     words: tuple[str, ...] = ()  # options for the recipe's keys among `values`
     ds_config: Mapping[str, Any] | None = None  # with DeepSpeed's keys among `values`; None without any
-
-    def config_in(self, folder: Path) -> Path:
-        """The strategy's file, or a new one in `folder` with values of the ds_config."""
-        if self.ds_config is None:
-            return self.config
-        ds_config = folder / "ds_config.json"
-        write_json(ds_config, self.ds_config)
-        launched = yaml.safe_load(self.config.read_text())
-        launched.pop("mixed_precision", None)  # accelerate takes no value of it beside a ds_config
-        zero_init = DsConfig(self.ds_config).stage == 3
-        launched["deepspeed_config"] = {"deepspeed_config_file": str(ds_config), "zero3_init_flag": zero_init}
-        config = folder / "accelerate.yaml"
-        write_text(config, yaml.safe_dump(launched))
-        return config
 
 
 def runs_of(

@@ -1,7 +1,7 @@
 """Answers to the questions of texts.yaml, from what runs recorded."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from zero_recipes.core import units
@@ -113,13 +113,13 @@ def _losses_equal(runs: Runs) -> Answer:
     if len(trained) < 2:
         return "cannot tell", "Fewer than two strategies have losses."
     losses = {run.label: run.losses for run in trained}
-    broken = {}
+    broken = []
     for label, history in losses.items():
-        for step, loss in history.items():
-            if not math.isfinite(loss):
-                broken.setdefault(label, step)
+        bad = [step for step, loss in history.items() if not math.isfinite(loss)]
+        if bad:
+            broken.append(f"{label} from step {bad[0]}")
     if broken:
-        return "no", f"The loss is not finite: {_listed(broken, 'from step {}'.format)}."
+        return "no", f"The loss is not finite: {', '.join(broken)}."
     steps = sorted(set.intersection(*map(set, losses.values())))
     if not steps:
         return "cannot tell", "No step is in the histories of all strategies."
@@ -160,7 +160,3 @@ def _largest_gap(losses: Mapping[str, Mapping[int, float]], steps: Sequence[int]
 
 def _yes(holds: bool) -> Verdict:
     return "yes" if holds else "no"
-
-
-def _listed(values: Mapping[str, float], written: Callable[[float], str]) -> str:
-    return ", ".join(f"{label} {written(value)}" for label, value in values.items())
