@@ -113,7 +113,6 @@ def launched(
     """
     previous = folders.claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
     (folder / FILE).unlink(missing_ok=True)
-    own = [*overrides, *run.words]
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", run.config]
     if run.ds_config is not None:  # in place of the file's own
         ds_config = folder / "ds_config.json"
@@ -122,10 +121,10 @@ def launched(
         words += ["--deepspeed_config_file", ds_config, "--zero3_init_flag", zero_init]
     words += ["--num_processes", ranks, "--main_process_port", 0]  # a free port
     words += [script or at_hand("run_sft.py"), recipe, "--output_dir", folder]
-    named = {word.partition("=")[0] for word in own}
+    named = {word.partition("=")[0] for word in (*overrides, *run.words)}
     if named.isdisjoint(("--save_model", "--save_strategy")):
         words += ["--save_model", "false", "--save_strategy", "no", "--save_on_signal", "false"]
-    command = [str(word) for word in (*words, *own)]
+    command = [str(word) for word in (*words, *overrides, *run.words)]
     exit_code, log = _run(command, folder, label, console, Host().threads(ranks))
     return _row(folder, run.strategy, exit_code, log), previous
 
