@@ -1,6 +1,6 @@
 """How many example files of other trainers `zero-recipes import` maps: python -m benchmarks.imports FOLDER
 
-FOLDER holds clones of axolotl, LLaMA-Factory and torchtune. Writes results/imports.json. Whole: everything is
+FOLDER holds clones of axolotl and LLaMA-Factory. Writes results/imports.json. Whole: everything is
 mapped. With a named loss: something is not done. Refused: another training would follow; of those `data_only`, where
 only the data is not known, and `no_text`, which is no supervised training on text.
 """
@@ -24,7 +24,6 @@ PROJECTS = {
         r"(?m)^(rl|processor_type|pretraining_dataset|task_type|\w*reward_model):",
     ),
     "LLaMA-Factory": ("examples/**/*.yaml", ["stage: sft", "do_train: true"], r"mllm_demo|llava"),
-    "torchtune": ("recipes/configs/**/*.yaml", ["epochs:"], r"rlhf|grpo_samples|multimodal|vision"),
 }
 
 

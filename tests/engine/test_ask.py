@@ -14,7 +14,6 @@ WORLD = {"model_name_or_path": BASE, "dataset_name": str(ROOT / "tiny_world"), "
 WORLD |= {"max_length": 96, "sample_prompts": 7, "sample_max_new_tokens": 9, "per_device_eval_batch_size": 3}
 WORLD |= {"save_model": True, "max_steps": 3, "learning_rate": 2e-3, "per_device_train_batch_size": 4}
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 64, "lora_target_modules": "all-linear"}
-MORE = {"rouge1", "rouge2", "rougeL", "perplexity"}
 
 
 def asked_again(folder: Path, out: Path, *words: str) -> list:
@@ -29,12 +28,11 @@ def same(rows, expected, losses: float = 0):
         assert (row.prompt, row.reference) == (known.prompt, known.reference)
         assert (row.before, row.after) == (known.before, known.after)
         for mine, theirs in ((row.scores_before, known.scores_before), (row.scores_after, known.scores_after)):
-            assert set(mine) == set(theirs) | MORE
-            assert {name: mine[name] for name in theirs} == pytest.approx(theirs, abs=losses)
+            assert mine == pytest.approx(theirs, abs=losses)
 
 
 CASES = {
-    "ddp in bf16, float32 weights": ("ddp", {}),
+    "ddp in fp32": ("ddp", {"bf16": False}),
     "zero2 in bf16": ("zero2", {}),
     "LoRA in fp32, ddp": ("ddp", LORA | {"bf16": False}),  # in bf16 two tokens of one answer tie on some CPUs
     "random weights in fp32, zero3": ("zero3", {"random_weights": True, "bf16": False}),

@@ -287,7 +287,7 @@ def test_a_model_comes_from_the_project_a_folder_or_the_cache_and_else_is_refuse
     for bad in ({"model_revision": "step1000"}, {"model_name_or_path": "./no/folder"}, {"model_name_or_path": None}):
         with pytest.raises(Refusal, match="ZR804") as refusal:
             model_config(settings.replace(**bad))
-        assert "zero-recipes fetch" in refusal.value.fix
+        assert "hf download" in refusal.value.fix
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: str(tmp_path / "config.json"))
     assert model_config(settings.replace(model_name_or_path="nobody/nothing")) == {"model_type": "llama"}
 

@@ -1,7 +1,6 @@
 """`zero-recipes ask`: what it reads, refuses and scores, on the tiny world's base and models made of it."""
 
 import json
-import math
 import os
 import random
 import shutil
@@ -177,9 +176,6 @@ def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path):
     assert [row.before for row in both] == [row.after for row in base]
     assert [row.scores_before for row in both] == [row.scores_after for row in base]
     assert any(row.scores_after != row.scores_before for row in both)
-    for scores in (row.scores_after for row in both):
-        assert scores["perplexity"] == pytest.approx(math.exp(scores["reference_loss"]))
-        assert {"rouge1", "rouge2", "rougeL", "exact_match", "token_f1"} < set(scores)
     for row, known in zip(wide, base, strict=True):
         assert row.scores_before["reference_loss"] == pytest.approx(known.scores_after["reference_loss"], abs=0.1)
         assert row.scores_before["reference_loss"] != known.scores_after["reference_loss"]  # float32 here, bf16 there

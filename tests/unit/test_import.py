@@ -24,12 +24,6 @@ SHAREGPT = {
 ALPACA = {"instruction": "Say 1.", "input": "Now.", "output": "Word 1."}
 AXOLOTL = "base_model: MODEL\nlearning_rate: 1e-4\nsequence_len: 256\nbf16: false\ndatasets:\n  - path: rows.jsonl\n"
 FACTORY = "model_name_or_path: MODEL\nstage: sft\ndataset: mine\ndataset_dir: .\ncutoff_len: 256\nbf16: false\n"
-TUNE = """\
-checkpointer: {checkpoint_dir: MODEL}
-tokenizer: {_component_: torchtune.models.NAME}
-model: {_component_: torchtune.models.llama3.llama3_8b}
-dataset: {_component_: torchtune.datasets.DATA, source: json, data_files: rows.jsonl}
-"""
 CHAT = "    type: chat_template\n    field_messages: conversations\nchat_template: "
 LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>"
 CHATML = "<|im_start|>{}\n{}<|im_end|>\n"
@@ -74,15 +68,6 @@ CASES = {
     "LLaMA-Factory deepseek": (FACTORY + "template: deepseek\n", SHAREGPT,
         "<|endoftext|>" + "".join(f"User: {asked}\n\nAssistant:{said}{DEEPSEEK[-19:]}" for asked, said in TURNS),
         f"Word 1.{DEEPSEEK[-19:]}The red fish hums.{DEEPSEEK[-19:]}"),
-    "torchtune alpaca": (TUNE.replace("NAME", "llama3_tokenizer").replace("DATA", "alpaca_dataset"), ALPACA,
-        "<|endoftext|>" + written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")]) + "<|end_of_text|>",
-        written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")])),
-    "torchtune chat": (TUNE.replace("NAME", "qwen3_tokenizer").replace("DATA", "chat_dataset"), SHAREGPT,
-        written(CHATML, TURNS)[:-1],
-        "<|im_start|>assistant\nWord 1.<|im_end|>\n<|im_start|>assistant\nThe red fish hums.<|im_end|>"),
-    "torchtune mistral": (TUNE.replace("NAME", "mistral_tokenizer").replace("DATA", "chat_dataset"), SHAREGPT,
-        "".join(f"<s>[INST] {asked}  [/INST] {said}</s>" for asked, said in TURNS),
-        " Word 1.</s> The red fish hums.</s>"),
 }  # fmt: skip
 
 
@@ -147,7 +132,7 @@ def drafted(tmp_path):
     return of
 
 
-@pytest.mark.parametrize("source", ["axolotl", "LLaMA-Factory", "torchtune"])
+@pytest.mark.parametrize("source", ["axolotl", "LLaMA-Factory"])
 def test_every_key_of_a_table_is_a_key_of_a_recipe(source):
     known, used = {*keys.key_types(), *LAUNCH_KEYS, "env"}, set(table(source)["always"])
     for row in table(source)["keys"].values():
@@ -216,23 +201,6 @@ def test_adapters_become_a_configuration_of_peft(drafted, file, keys):
     assert recipe["use_peft"] and recipe["lora_target_modules"] == ["all-linear"]
     assert "lora_r" not in recipe
     assert [*drafted(FACTORY + "template: llama3\npissa_init: true\n")[0].changes] == ["pissa_init"]
-
-
-def test_a_file_of_torchtune_names_its_model_in_a_comment(drafted):
-    text = TUNE.replace("NAME", "gemma_tokenizer").replace("DATA", "alpaca_dataset")
-    full, recipe = drafted("# tune download google/gemma-2b\n" + text.replace("MODEL", "/tmp/other") + "epochs: 1\n")
-    assert recipe["model_name_or_path"] == "/tmp/other", "the folder is that of another model"
-    assert [*full.loses] == ["optimizer.weight_decay"] and recipe["weight_decay"] == 0.01
-    lora = "{_component_: torchtune.models.gemma.qlora_gemma_2b, lora_attn_modules: [q_proj, output_proj]}"
-    text = text.replace("MODEL", "/tmp/gemma-2b/").replace("{_component_: torchtune.models.llama3.llama3_8b}", lora)
-    launch = "# tune download google/gemma-2b\n# tune run --nproc_per_node 4 lora_finetune_distributed\n"
-    text = launch + text + "output_dir: ${device}/${device}\ndevice: a\nmax_steps_per_epoch: 9\nepochs: 1\n"
-    draft, recipe = drafted(text)
-    said = {"model_name_or_path": "google/gemma-2b", "num_processes": 4, "load_in_4bit": True, "max_steps": 9}
-    said |= {"lora_target_modules": ["q_proj", "o_proj"], "lora_r": 8, "max_length": None, "output_dir": "a/a"}
-    assert not draft.changes and said.items() <= recipe.items() and "weight_decay" not in draft.loses
-    draft, _ = drafted(text.replace("epochs: 1", "epochs: 2") + "kd_ratio: 0.5\n")
-    assert {*draft.changes} == {"kd_ratio", "max_steps_per_epoch"}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from rich.console import Console
 from torch.utils.file_baton import FileBaton
 
 from tests.helpers.faults import ROOT, Side
-from tests.helpers.tiny import write_model, write_recipe, write_rows
+from tests.helpers.tiny import write_recipe, write_rows
 from tests.helpers.tools import refusal_of
 from tests.helpers.two_ranks import environment_of_launch
 from zero_recipes.checks.preflight import preflight
@@ -237,25 +237,6 @@ def test_check_takes_the_launch_of_the_recipe(tmp_path, monkeypatch, capsys):
     for environment in (launched_environment(Path("zero2.yaml"), 3), launched_environment(None, 2)):
         _, findings = preflight(Path("recipe.yaml"), recipes.read_recipe_file(Path("recipe.yaml")), [], environment)
         assert [finding.code for finding in findings if finding.level == "error"] == ["ZR347"]
-
-
-def test_check_says_which_share_of_the_gradients_is_not_quantized(tmp_path, monkeypatch, capsys):
-    """Of the tiny model with its odd sizes all of them, on two machines; on one nothing is quantized."""
-    text = (ROOT / "accelerate_configs" / "zero3_qgz.yaml").read_text()
-    text = text.replace("deepspeed_config:\n", "deepspeed_config:\n  deepspeed_multinode_launcher: standard\n")
-    two = text.replace("num_machines: 1", "num_machines: 2").replace("num_processes: 2", "num_processes: 4")
-    (tmp_path / "two.yaml").write_text(two)
-    model = write_model(tmp_path / "odd", hidden=128, intermediate=512, vocabulary=1382)
-    recipe = write_recipe(tmp_path, model_name_or_path=str(model), output_dir=str(tmp_path / "out"), skip_plan=True)
-    monkeypatch.chdir(ROOT)
-    argv = ["check", str(recipe), "--gpu", "h100-80gb", "--config_file", str(tmp_path / "two.yaml")]
-    assert cli.main(argv) == 0
-    sizes = 2 * 1382 * 128 + 2 * (4 * 128 * 128 + 2 * 128 * 512 + 3 * 128 + 128 + 512 + 128 + 4 * 128) + 2 * 128
-    share = f"{1 - 4 * 128 * 512 / sizes:.1%}"
-    assert f"gradients     {share} not quantized" in capsys.readouterr().out
-    lora = ["--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "all-linear"]
-    assert cli.main([*argv, *lora]) == 0
-    assert "gradients     100.0% not quantized" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

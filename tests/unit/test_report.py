@@ -58,9 +58,6 @@ def test_a_bad_file_is_named_with_its_key_or_line(tmp_path):
         read_runs(tmp_path)
 
 
-HIGHER = [{"params": 2_000_000, "grads": 9_000_000, "optimizer": 6_000_000, "offloaded_host": 0, "offloaded_disk": 0}]
-
-
 @pytest.mark.parametrize("files", [{}, {"metrics.json": "{"}, {"sweep.json": '{"schema": 2'}])
 def test_a_folder_without_a_run_that_can_be_read_is_refused(tmp_path, capsys, files):
     if "sweep.json" in files:
@@ -127,8 +124,6 @@ def test_without_ddp_the_baseline_is_zero0_and_without_both_there_is_none(tmp_pa
         ("same conditions", {"zero3": {"device": "cpu"}}, "no", f"device ({GPU}, cpu)"),
         ("same conditions", {"zero3": {"tokens": {"all": 8000, "non_padding": 1, "supervised": 1}}}, "no",
          "tokens trained on (8,000, 9,000)"),
-        ("as much memory", {}, "yes", "zero0 1.250, zero1 1.000, zero2 1.000, zero3 1.000"),
-        ("as much memory", {"zero2": {"model_state_bytes": HIGHER}}, "no", " zero2 holds more than zero1. Measured"),
         ("same loss", {}, "yes", "Equal to the last bit over 6 steps."),
         ("same loss", {"zero1": {"loss_history": [2.0, 1.8, None]}}, "no", "not finite: zero1 from step 3."),
         ("same loss", {"zero1": {"loss_history": LOSSES[:3]}}, "yes", "Only steps 1 to 3 are compared"),
@@ -176,20 +171,6 @@ def test_a_resumed_run_without_history_is_compared_step_by_step_from_its_first(t
     assert verdict(sweep(tmp_path / "apart", apart), "same loss").verdict == "cannot tell"
 
 
-@pytest.mark.parametrize(
-    ("samples", "expected"),
-    [
-        ([sample()], "yes"),
-        ([sample(before=0.5, after=0.1, loss_before=1.0, loss_after=2.0)], "no"),
-        ([sample(loss_after=4.0)], "cannot tell"),
-        ([], "cannot tell"),
-    ],
-)
-def test_answers_are_judged_by_their_mean_scores(tmp_path, samples, expected):
-    save(tmp_path / "zero2", metrics("zero2"), samples)
-    assert verdict(read_runs(tmp_path), "answers").verdict == expected
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """A sweep with a row out of memory, an offloaded one, and a full run beside it."""
@@ -212,7 +193,7 @@ def test_the_page_fetches_nothing_and_escapes_what_models_and_people_wrote(repor
     assert min(path.stat().st_size for path in folder.glob("*.png")) > 10_000, "an empty picture"
     assert re.findall(r'(?:src|href)\s*=\s*"(?!data:image/png;base64,)', page) == []
     assert re.findall(r"<link|<script|<iframe|@import|url\(|<i>", page) == []
-    assert page.count('src="data:image/png;base64,') == 4
+    assert page.count('src="data:image/png;base64,') == 3
     assert "prompt number 10 &lt;i&gt;" in page and "prompt number 11" not in page and "alone\n\nother" in page
     assert "Below is an instruction." not in page and "###" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page and "CUDA out of memory &lt;sorry&gt;" in page
@@ -224,7 +205,6 @@ def test_the_page_has_samples_failures_and_the_full_run(report):
     assert heads == ["Pictures", "Judgement", "Runs that did not finish", "Comparison", "Full run", "Before and after"]
     assert "15 prompts; the first 12 are shown" in page
     assert re.search(r"token_f1</td><td class=\"number\">0.100</td><td class=\"number\">0.500", page)
-    assert "full: mean token_f1 0.100 to 0.500" in page, "not of the full run"
     assert re.search(r"<td class=\"number\">4</td><td class=\"number\">1.5000</td>", page)
     for text in ("ddp: oom", "phase train, rank 1, signal SIGKILL", "optimizer states: 537 MB"):
         assert text in page
@@ -236,13 +216,13 @@ def test_the_report_begins_with_what_it_comes_to(report, tmp_path):
     line = content["bottom_line"]
     assert line.startswith("Take zero2 (970 tokens/s): it is as fast as zero0 and zero1 within 5 %, and none ")
     assert line.endswith("Not finished: ddp (oom).")
-    assert "take zero3: 8.00 MB" in line and "Losses agree: no. The loss is not finite" in line
+    assert "Losses agree: no. The loss is not finite" in line
     assert " ".join(printed.split()).startswith(line) and page.index("within 5 %") < page.index("<h2>Pictures")
     speeds = {name: {"tokens_per_second": {"non_padding": rate}} for name, rate in (("zero1", 800.0), ("zero2", 700.0))}
     assert bottom_line(sweep(tmp_path, speeds)).startswith("Take ddp (1,000 tokens/s): it is as fast as zero0 with")
     speeds["zero0"] = {"tokens_per_second": {"non_padding": 940.0}}
     line = bottom_line(sweep(tmp_path, speeds))
-    assert line.startswith("Take ddp (1,000 tokens/s): it fits and is the fa") and "50 % less, 25 % slower" in line
+    assert line.startswith("Take ddp (1,000 tokens/s): it fits and is the fastest.")
 
 
 def test_the_json_is_strict_and_has_the_numbers_unrounded(report):

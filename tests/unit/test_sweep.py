@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 from tests.helpers import fake_cuda
 from tests.helpers.report_runs import metrics, save
@@ -117,33 +118,6 @@ def test_the_run_gets_the_value_that_was_meant(key, value, recipe):
     assert parsed.explicit[key] == value and type(parsed.explicit[key]) is type(value)
 
 
-def test_values_of_the_ds_config_come_in_files_of_the_run(tmp_path):
-    before = {path: path.read_bytes() for path in [*CONFIGS.values(), *(ROOT / "ds_configs").glob("*.json")]}
-    sets = (f"{BUCKET}=5e5", "zero_optimization.offload_optimizer.device=cpu", "packing=true")
-    for run in planned(*sets, strategies=("zero2", "zero3")):
-        launched = yaml.safe_load(run.config_in(tmp_path / run.name).read_text())
-        plain = yaml.safe_load(CONFIGS[run.strategy].read_text())
-        named = Path(launched["deepspeed_config"].pop("deepspeed_config_file"))
-        written = json.loads(named.read_text())
-        original = json.loads(Path(plain["deepspeed_config"].pop("deepspeed_config_file")).read_text())
-        assert named.parent == tmp_path / run.name and run.words == ("--packing=true",) and launched == plain
-        original["zero_optimization"] |= {"reduce_bucket_size": 500_000, "offload_optimizer": {"device": "cpu"}}
-        assert written == original
-    assert before == {path: path.read_bytes() for path in before}
-
-
-def test_an_accelerate_file_without_a_ds_config_gets_one(tmp_path):
-    inline = {"distributed_type": "DEEPSPEED", "num_processes": 2, "mixed_precision": "bf16",
-              "deepspeed_config": {"zero_stage": 1, "gradient_clipping": 1.0, "zero3_init_flag": False}}  # fmt: skip
-    path = tmp_path / "inline.yaml"
-    path.write_text(yaml.safe_dump(inline))
-    (run,) = runs_of({"inline": path}, {"inline": ds_config_of(path)}, ["zero_optimization.stage=3"], [])
-    assert run.ds_config["zero_optimization"]["stage"] == 3
-    launched = yaml.safe_load(run.config_in(tmp_path / "run").read_text())
-    assert set(launched["deepspeed_config"]) == {"deepspeed_config_file", "zero3_init_flag"}
-    assert launched["deepspeed_config"]["zero3_init_flag"] is True and "mixed_precision" not in launched
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_key_of_deepspeed_is_refused_where_there_is_none(strategy):
     refusal = refusal_of(planned, f"{BUCKET}=5e5", strategies=("zero2", strategy))
@@ -161,6 +135,28 @@ def launched(monkeypatch):
 
 def swept(recipe, folder: Path, *words, strategies="ddp") -> int:
     return cli.main(["sweep", str(recipe), "--strategies", strategies, "--output_dir", str(folder / "out"), *words])
+
+
+def test_values_of_the_ds_config_come_in_a_file_of_the_run(recipe, tmp_path, launched):
+    before = {path: path.read_bytes() for path in [*CONFIGS.values(), *(ROOT / "ds_configs").glob("*.json")]}
+    words = [
+        "--set",
+        f"{BUCKET}=5e5",
+        "--set",
+        "zero_optimization.offload_optimizer.device=cpu",
+        "--set",
+        "packing=true",
+    ]
+    swept(recipe, tmp_path, *words, strategies="zero2,zero3")
+    for command, strategy in zip(launched, ("zero2", "zero3"), strict=True):
+        args = launch_command_parser().parse_args(command[3:])
+        args, *_ = _validate_launch_command(args)
+        assert args.use_deepspeed and args.zero3_init_flag == str(strategy == "zero3").lower()
+        written = json.loads(Path(args.deepspeed_config_file).read_text())
+        original = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
+        original["zero_optimization"] |= {"reduce_bucket_size": 500_000, "offload_optimizer": {"device": "cpu"}}
+        assert written == original and "--packing=true" in command
+    assert before == {path: path.read_bytes() for path in before}
 
 
 @pytest.mark.parametrize(

@@ -355,17 +355,7 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
 
 
 def _counted(settings: Settings, path: Path) -> RowLengths:
-    settings = settings.replace(
-        deepspeed=None,
-        fsdp=None,
-        use_cpu=True,
-        bf16=False,
-        fp16=False,
-        ddp_backend=None,
-        dataset_num_proc=None,
-        load_best_model_at_end=False,
-        sample_prompts=None,
-    )
+    settings = settings.replace(**recipes.WITHOUT_LAUNCH, dataset_num_proc=None, sample_prompts=None)
     args = recipes.trl_arguments(settings, path).training
     data = read_data(settings, load.load_tokenizer(settings))
     ours = RowKeys.of(settings)

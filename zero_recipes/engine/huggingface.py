@@ -269,10 +269,6 @@ def other_attention(model: PreTrainedModel, requested: str | None) -> str | None
     return taken
 
 
-def kernel_version(repository: str) -> str:
-    return f"v{hub_kernels.get_attn_kernel_version(repository)}"
-
-
 # pickles without code: DeepSpeed 0.19.8 loads its own with weights_only=False, which runs code in them
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".metadata", ".distcp")

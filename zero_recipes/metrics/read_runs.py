@@ -21,8 +21,8 @@ class SampleRow(schema.Part):
     after: str | None = None
     reference: str | None = None  # the answer in the data
     # by metric: exact_match, token_f1 (0 to 1) and reference_loss (nats/token, over the reference's tokens as training
-    # has them; null where max_length leaves none or is not finite);
-    # of `zero-recipes ask` also rouge1, rouge2, rougeL (0 to 1) and perplexity; empty without a reference
+    # has them; null where max_length leaves none or is not finite); empty without a
+    # reference
     scores_before: dict[str, float | None]
     scores_after: dict[str, float | None] = Field({})
 

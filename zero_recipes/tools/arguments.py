@@ -93,17 +93,13 @@ def add_verb(commands, func: Func, text: str, **defaults: Any) -> Add:
     return verb.add_argument
 
 
-def add_recipe(add: Add) -> None:
+def add_recipe_verb(commands, func: Func, text: str, **defaults: Any) -> Add:
+    add = add_verb(commands, func, text, overrides=[], **defaults)
     add(
         "recipe",
         type=recipe_file,
         help="a recipe, e.g. recipes/pythia.yaml, or pythia.yaml for the one in the package",
     )
-
-
-def add_recipe_verb(commands, func: Func, text: str, **defaults: Any) -> Add:
-    add = add_verb(commands, func, text, overrides=[], **defaults)
-    add_recipe(add)
     return add
 
 
@@ -125,9 +121,6 @@ def add_launches(commands) -> None:
     add("--hosts", type=names, help="all machines, comma-separated; run the command on each")
     add("--machine_rank", type=int, default=0, help="rank of this machine, from 0")
 
-    add = add_verb(commands, verbs.fetch, "download a recipe's model and data into the cache, and print their size")
-    add_recipe(add)
-
 
 def add_check(commands) -> None:
     add = add_recipe_verb(
@@ -147,7 +140,7 @@ def add_import(commands) -> None:
     add = add_verb(
         commands,
         import_config.import_,
-        "convert an axolotl, LLaMA-Factory or torchtune file to a recipe, and list what has no counterpart",
+        "convert an axolotl or LLaMA-Factory file to a recipe, and list what has no counterpart",
     )
     add("file", type=Path, help="the YAML file that the other trainer reads")
     add("--output", type=Path, help="file for the recipe; default: FILE.recipe.yaml in this folder")
@@ -186,7 +179,7 @@ def add_plans(commands) -> None:
 def add_machines(add: Add) -> None:
     add("--gpus", required=True, help="number of GPUs; of a list (1,2,4,8), the smallest that fits")
     add("--gpu", default="h100-80gb", help="GPU type; docs/commands.md lists all; default: %(default)s")
-    add_strategies(add, "the stages and CPU offload")
+    add("--strategies", type=names, help="comma-separated names, or all; default: the stages and CPU offload")
     add("--gpus_per_node", type=COUNT, default=8, help="maximum GPUs per machine; default: %(default)s")
     add("--host_memory", type=AMOUNT, help="host memory of each machine in GB; default: no limit")
     add("--nvme", type=AMOUNT, help="NVMe disk of each machine in GB, for ZeRO-Infinity")
@@ -197,13 +190,9 @@ def add_machines(add: Add) -> None:
     add("--hardware", type=Path, help="file with more GPUs, like zero_recipes/core/hardware.yaml")
 
 
-def add_strategies(add: Add, default: str) -> None:
-    add("--strategies", type=names, help=f"comma-separated names, or all; default: {default}")
-
-
 def add_measurements(commands) -> None:
     add = add_recipe_verb(commands, verbs.sweep, "run and measure several strategies or values, one after another")
-    add_strategies(add, ",".join(verbs.STAGES))
+    add("--strategies", type=names, help=f"comma-separated names; default: {','.join(verbs.STAGES)}")
     add("--num_processes", type=COUNT, default=2, help="processes per run; default: %(default)s")
     add("--output_dir", type=Path, help="folder for the runs; default: output/<recipe>-sweep")
     add(
@@ -244,16 +233,15 @@ def add_results(commands) -> None:
     add = add_verb(commands, verbs.verify, "check that a saved model, adapter or checkpoint is complete")
     add("folder", type=Path, help="e.g. output/pythia, or output/pythia/checkpoint-500")
     add("--deep", action="store_true", help="also check for NaN, infinite and all-zero tensors")
-    add("--skip_checksums", action="store_true", help="do not compare checksums")
     add_trust(add)
 
     add = add_model_verb(
         commands,
         verbs.export,
-        "export a run's model, with LoRA merged, as safetensors, GGUF and an Ollama Modelfile",
+        "export a run's model, with LoRA merged, as safetensors and GGUF",
     )
     add("--gguf", nargs="+", default=[], choices=verbs.GGUF, help="file types for llama.cpp and Ollama")
-    add("--llama_cpp", type=Path, help="llama.cpp folder; default: download the pinned source")
+    add("--llama_cpp", type=Path, help="llama.cpp's folder, whose converter writes GGUF")
     add("--output_dir", type=Path, help="default: <model>-export")
 
     add = add_verb(
@@ -284,7 +272,6 @@ def add_reshard(commands) -> None:
     add("--world_size", type=COUNT, required=True, help="processes of the next run")
     add("--stage", type=int, choices=(1, 2, 3), required=True, help="its ZeRO stage")
     add("--skip_checksums", action="store_true", help="do not compare or write checksums")
-    add("--trust_checkpoint", action="store_true", help="load pickles that can run arbitrary code")
 
 
 def add_explain(commands) -> None:

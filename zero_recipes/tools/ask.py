@@ -2,14 +2,10 @@
 
 import argparse
 import json
-import math
-from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
-import torch
 import transformers
 from accelerate.utils.memory import clear_device_cache
 from transformers import AutoTokenizer, PreTrainedModel
@@ -31,20 +27,14 @@ RECIPE = "recipe.resolved.yaml"
 SAMPLES = "samples.jsonl"
 ADAPTER_CONFIG = "adapter_config.json"
 NO_BASE = "none"  # --base none: the model alone
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16"}
 # recipe keys that need the training's processes or device
-ONE_PROCESS = {
-    "use_cpu": True,
-    "report_to": "none",
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config")),
-    **dict.fromkeys(("tf32", "resume_from_checkpoint")),
-    **dict.fromkeys(("bf16", "fp16", "torch_compile", "use_liger_kernel", "packing", "padding_free"), False),
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "push_to_hub"), False),
-}
+ONE_PROCESS = recipes.WITHOUT_LAUNCH | {"report_to": "none"}
+ONE_PROCESS |= dict.fromkeys(("fsdp_config", "parallelism_config", "accelerator_config", "tf32"))
+ONE_PROCESS |= dict.fromkeys(("torch_compile", "use_liger_kernel", "packing", "padding_free", "push_to_hub"), False)
+ONE_PROCESS |= dict.fromkeys(("load_in_4bit", "load_in_8bit"), False)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def ask(arguments: argparse.Namespace) -> int:
     """Raises Refusal before any weight is loaded."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
@@ -60,20 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
     most = target.settings.sample_max_new_tokens
     print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
     base, tuned = answers_of_both(target, tokenizer, device, samples)
-    rows = sampling.sample_rows(samples, base, tuned, scores_of)
-    for row in rows:
-        _add_perplexity(row.scores_before)
-        _add_perplexity(row.scores_after)
+    rows = sampling.sample_rows(samples, base, tuned)
     sampling.write_rows(written, rows)
     sampling.show_samples(rows, "before: the base model, after: the saved model")
     print(f"written: {written}")
     return 0
-
-
-def _add_perplexity(scores: dict[str, float | None]) -> None:
-    loss = scores.get("reference_loss")
-    if loss is not None:
-        scores["perplexity"] = math.exp(min(loss, 700.0))  # exp(710) is no number
 
 
 @dataclass(frozen=True)
@@ -85,27 +66,6 @@ class Target:
     base: str | None  # None: the model answers alone
     recipe: Recipe  # the run's own, or TRL's defaults
     settings: Settings  # of one process
-    is_ours: bool  # the recipe is the run's own
-    draws_base: bool  # the run began with random weights, and so does the base
-    saved_dtype: str  # of most weights, as torch names it; "auto" if unusual
-
-    @property
-    def dtype(self) -> str:
-        """To load in. DeepSpeed and FSDP cast an adapter's base to 16 bit; else the recipe decides."""
-        if not self.is_adapter:
-            return self.saved_dtype
-        if not self.is_ours:
-            return "auto"
-        if self.saved_dtype == "float32":
-            return self.settings.dtype or "auto"
-        return self.saved_dtype
-
-    @property
-    def autocast(self) -> str | None:
-        """The run's compute dtype, if its weights are float32."""
-        if self.is_ours and self.saved_dtype == "float32":
-            return COMPUTED_IN.get(self.recipe.settings.precision)
-        return None
 
 
 def find_target(folder: Path, base: str | None, overrides: list[str], trust_remote_code: bool = False) -> Target:
@@ -118,6 +78,10 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
     weights = [ADAPTER] if is_adapter else [SINGLE, INDEX]
     if not any((folder / name).is_file() for name in weights):
         raise refusal("ZR784", folder=folder, weights=" nor ".join(weights), cwd=Path.cwd())
+    try:
+        verify(folder, trust_remote_code=trust_remote_code)
+    except NotWhole as error:
+        raise refusal("ZR787", folder=folder, error=first_line(error)) from error
     recipe, is_ours = _recipe_of(folder, overrides, is_adapter)
     settings = recipe.settings.replace(**ONE_PROCESS, trust_remote_code=trust_remote_code)
     name = base
@@ -129,16 +93,7 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
         name = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
     if is_adapter and name is None:
         raise refusal("ZR788", folder=folder)
-    return Target(
-        folder=folder,
-        is_adapter=is_adapter,
-        base=name,
-        recipe=recipe,
-        settings=settings,
-        is_ours=is_ours,
-        draws_base=is_ours and base is None and recipe.settings.random_weights,
-        saved_dtype=_saved_dtype(folder, trust_remote_code),
-    )
+    return Target(folder, is_adapter, name, recipe, settings)
 
 
 def _recipe_of(folder: Path, overrides: list[str], is_adapter: bool) -> tuple[Recipe, bool]:
@@ -150,20 +105,8 @@ def _recipe_of(folder: Path, overrides: list[str], is_adapter: bool) -> tuple[Re
     if path.is_file():
         return recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides), True
     known = ADAPTER_CONFIG if is_adapter else "config.json"
-    return recipes.parse_recipe(folder / known, {"model_name_or_path": str(folder)}, overrides), False
-
-
-def _saved_dtype(folder: Path, trust_remote_code: bool) -> str:
-    """Raises Refusal if the model is not whole."""
-    try:
-        verify(folder, trust_remote_code=trust_remote_code)
-        entries = entries_of(folder)
-    except NotWhole as error:
-        raise refusal("ZR787", folder=folder, error=first_line(error)) from error
-    elements: Counter[str] = Counter()
-    for entry in entries.values():
-        elements[entry.dtype] += entry.elements
-    return DTYPES.get(elements.most_common(1)[0][0], "auto")
+    mapping = {"model_name_or_path": str(folder), "dtype": "auto"}
+    return recipes.parse_recipe(folder / known, mapping, overrides), False
 
 
 def load_tokenizer(target: Target) -> Tokenizer:
@@ -189,23 +132,25 @@ def _read_tokenizer(place: str, target: Target) -> Tokenizer:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=target.settings.trust_remote_code)
 
 
-def load(target: Target, tokenizer: Tokenizer, device: str, of_base: bool = False) -> PreTrainedModel:
-    """The model, or with `of_base` its base, with a row for each of the model's tokens."""
+def load(target: Target, tokenizer: Tokenizer, device: str, base_in: str | None = None) -> PreTrainedModel:
+    """The model as it is saved, or its base in the dtype `base_in`, with a row for each of the model's tokens.
+
+    An adapter's base has the dtype of the recipe.
+    """
     settings = target.settings
-    name = target.base if of_base or target.is_adapter else str(target.folder)
+    name = target.base if base_in or target.is_adapter else str(target.folder)
     keywords = dict(settings.model_init_kwargs or {})
     for key in ("dtype", "torch_dtype", "device_map", "quantization_config"):
         keywords.pop(key, None)
-    settings = settings.replace(
-        model_name_or_path=name,
-        model_revision=settings.model_revision if name == settings.model_name_or_path else "main",
-        dtype=target.dtype,
-        model_init_kwargs=keywords or None,
-        random_weights=target.draws_base and name == target.base,
-    )
+    settings = settings.replace(model_init_kwargs=keywords or None)
+    if name != settings.model_name_or_path:  # not what the run began with
+        other = {"model_name_or_path": name, "model_revision": "main", "random_weights": False, "dtype": "auto"}
+        settings = settings.replace(**other)
+    if base_in:
+        settings = settings.replace(dtype=base_in)
     model = load_model(load_config(settings), settings)
     grows = False
-    if of_base:
+    if base_in:
         grows = len(tokenizer) > model.get_input_embeddings().weight.shape[0]
     elif target.is_adapter:
         # TRL gives the base a row for each token where its chat template comes from another model
@@ -216,8 +161,7 @@ def load(target: Target, tokenizer: Tokenizer, device: str, of_base: bool = Fals
         from peft import PeftModel
 
         with library_error_as_finding(f"loading {target.folder} on its base model"):
-            is_wide = target.saved_dtype == "float32"
-            model = PeftModel.from_pretrained(model, str(target.folder), autocast_adapter_dtype=is_wide)
+            model = PeftModel.from_pretrained(model, str(target.folder))
     return model.to(device).eval()
 
 
@@ -237,30 +181,30 @@ def answers_of_both(
     target: Target, tokenizer: Tokenizer, device: str, samples: list[Sample]
 ) -> tuple[sampling.Answers | None, sampling.Answers]:
     """(the base's or None, the model's). An adapter's base is the model with it off."""
-    base = None
-    if target.base is not None and not target.is_adapter:
-        base = _answers(target, load(target, tokenizer, device, of_base=True), tokenizer, samples)
-        clear_device_cache(garbage_collection=True)
     model = load(target, tokenizer, device)
     sampling.print_prompts_cut(model, tokenizer, samples, target.settings.sample_max_new_tokens)
+    tuned = _answers(target, model, tokenizer, samples)
+    base = None
     if target.is_adapter:
         with model.disable_adapter():
             base = _answers(target, model, tokenizer, samples)
-    return base, _answers(target, model, tokenizer, samples)
+    elif target.base is not None:
+        dtype = str(model.dtype).removeprefix("torch.")
+        del model
+        clear_device_cache(garbage_collection=True)  # a GPU need not hold both
+        base = _answers(target, load(target, tokenizer, device, base_in=dtype), tokenizer, samples)
+    return base, tuned
 
 
 def _answers(target: Target, model: PreTrainedModel, tokenizer: Tokenizer, samples: list[Sample]) -> sampling.Answers:
-    """In the run's batches and dtype."""
     device = model.device
     most = target.settings.sample_max_new_tokens
     batch = target.settings.per_device_eval_batch_size
-    autocast = torch.autocast(device.type, getattr(torch, target.autocast)) if target.autocast else nullcontext()
     answers = sampling.Answers([], [])
-    with autocast:
-        for start in range(0, len(samples), batch):
-            part = samples[start : start + batch]
-            answers.texts += sampling.generate_texts(model, tokenizer, part, most, device)
-            answers.reference_losses += sampling.reference_losses(model, tokenizer, part, device)
+    for start in range(0, len(samples), batch):
+        part = samples[start : start + batch]
+        answers.texts += sampling.generate_texts(model, tokenizer, part, most, device)
+        answers.reference_losses += sampling.reference_losses(model, tokenizer, part, device)
     return answers
 
 
@@ -271,14 +215,3 @@ def _output_dir(requested: Path | None, target: Target) -> Path:
         raise refusal("ZR793", requested=folder / SAMPLES)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def scores_of(answer: str, reference: str) -> dict[str, float]:
-    """`text_scores` and ROUGE F1 (Lin, 2004), stemmed by Porter. rouge_score reads only a-z and digits."""
-    from rouge_score import rouge_scorer
-
-    scores = sampling.text_scores(answer, reference)
-    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
-    for kind, score in scorer.score(reference, answer).items():
-        scores[kind] = float(score.fmeasure)
-    return scores

@@ -61,8 +61,6 @@ def check(arguments: argparse.Namespace) -> int:
         print(shown(findings, arguments.traceback))
     if run is not None:
         print(*run.strategy.described(run.device, run.settings), sep="\n")
-        if run.strategy.ds.quantizes_gradients and not (errors or leaves_code_out):
-            print(gradients_described(run, environment))
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if not errors:
@@ -72,22 +70,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 def _counted(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
-
-
-def gradients_described(run, environment) -> str:
-    """The share of trained elements that qgZ does not quantize."""
-    from peft import get_peft_model
-
-    from zero_recipes.engine.patches import share_not_quantized
-    from zero_recipes.model import adapter_config, build_on_meta, load_config
-
-    model = build_on_meta(load_config(run.settings))
-    adapter = adapter_config(run.settings)
-    if adapter is not None:
-        model = get_peft_model(model, adapter)
-    shapes = [p.shape for p in model.parameters() if p.requires_grad]
-    share = share_not_quantized(shapes, run.strategy, local_world_size(environment, run.strategy.world_size))
-    return f"gradients     {share:.1%} not quantized between nodes"
 
 
 def _launch_command(arguments: argparse.Namespace, run, environment) -> str:
@@ -105,8 +87,7 @@ def data_findings(run) -> list:
     """Audit the training rows, and print counts and three rows. Raises Refusal."""
     from zero_recipes.data import audit, load, prepare
 
-    # the strategy does not matter to the data
-    settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False, ddp_backend=None)
+    settings = run.settings.replace(**recipes.WITHOUT_LAUNCH)
     training_args = recipes.trl_arguments(settings, run.recipe.path).training
     data = prepare.read_data(settings, load.load_tokenizer(settings))
     splits, findings = prepare.prepare_splits(data, settings, training_args)

@@ -6,7 +6,6 @@ What no table can say is code here.
 
 import argparse
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -117,14 +116,12 @@ def translated(path: Path, recipe: Path) -> Draft:
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
-    """(trainer, its keys with each ${key} filled in)."""
-    text = path.read_text(encoding="utf-8")
+    """(trainer, its keys)."""
     with library_error_as_finding(f"reading {path}"):
-        theirs = yaml.safe_load(text)
-        for source in TRAINERS:
-            if isinstance(theirs, dict) and not theirs.keys().isdisjoint(table(source)["signs"]):
-                filled = re.sub(r"\$\{(\w+)\}", lambda name: str(theirs.get(name[1], name[0])), text)
-                return source, yaml.safe_load(filled)
+        theirs = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for source in TRAINERS:
+        if isinstance(theirs, dict) and not theirs.keys().isdisjoint(table(source)["signs"]):
+            return source, theirs
     raise refusal("ZR893", path=path)
 
 
@@ -203,15 +200,9 @@ def _put_by_value(draft: Draft, key: str, value: Any, why: str, values: Mapping[
 # what several trainers have
 
 
-def _template(draft: Draft, name: str | None, mask: str, loss: Sequence[str] = ()) -> None:
-    """Use the other trainer's template of this name, or the tokenizer's own.
-
-    `mask`: assistant_mask.
-    `loss`: the roles with a loss, if the template decides.
-    """
+def _template(draft: Draft, name: str | None, mask: str) -> None:
+    """Use the other trainer's template of this name, or the tokenizer's own. `mask`: assistant_mask."""
     draft.put(f"loss, {draft.source}", assistant_only_loss=True, assistant_mask=mask)
-    if set(loss) - {"assistant"}:  # the template marks prompts on purpose
-        draft.put(f"prompts have a loss, {draft.source}", ignore=["ZR527"])
     if name in (None, "tokenizer_default"):
         return
     templates = table("templates")
@@ -221,17 +212,11 @@ def _template(draft: Draft, name: str | None, mask: str, loss: Sequence[str] = (
         carried = resources.files("trl").joinpath("chat_templates", f"{parts['trl']}.jinja")
         draft.files[file] = carried.read_text()
     elif parts:
-        values = templates["parts"] | parts
-        if loss:
-            values["loss"] = loss
-        values["strict"] = mask == "turn"
+        values = templates["parts"] | parts | {"strict": mask == "turn"}
         lines = [f"{{%- set {key} = {json.dumps(value)} %}}\n" for key, value in values.items()]
-        body = "messages" if mask == "template" else "body"
-        draft.files[file] = "".join(lines) + templates[body]
+        draft.files[file] = "".join(lines) + templates["body"]
     else:
         draft.changes["template"] = f"the template {name!r} is not supported"
-    if "loses" in parts:
-        draft.loses["template"] = parts["loses"]
     draft.put(f"template {name}", chat_template_path=str(file), **parts.get("sets", {}))
 
 
@@ -279,7 +264,7 @@ def _entry(path: str, columns: Mapping[str, str | None], theirs: Mapping[str, An
     for new, old in columns.items():
         if old not in (None, new):
             entry.setdefault("columns", {})[new] = old
-    for key in ("name", "split", "data_files", "dataset_format"):
+    for key in ("name", "split", "data_files"):
         if theirs.get(key):
             entry[key] = theirs[key]
     return entry
@@ -396,74 +381,4 @@ def _factory_data(draft: Draft) -> None:
     draft.put("dataset, by dataset_info.json", datasets=entries)
 
 
-# torchtune
-
-
-def _torchtune(draft: Draft) -> None:
-    _torchtune_launch(draft)
-    everything = _torchtune_data(draft)
-    tokenizer = str(draft.theirs.get("tokenizer._component_")).rpartition(".")[2]
-    _template(draft, tokenizer, "template", loss=["user", "assistant"] if everything else ["assistant"])
-    _torchtune_model(draft)
-    if draft.theirs.get("max_steps_per_epoch") and draft.theirs.get("epochs") != 1:
-        draft.changes["max_steps_per_epoch"] = "an epoch would not end there"
-
-
-def _torchtune_launch(draft: Draft) -> None:
-    """The file's comments show commands, with the model and the number of processes."""
-    text = draft.path.read_text(encoding="utf-8")
-    folder = str(draft.theirs.get("checkpointer.checkpoint_dir"))
-    names = [name for name in re.findall(r"tune download (\S+)", text) if name.rpartition("/")[2] in folder]
-    if names:
-        draft.put("tune download", model_name_or_path=names[0])
-    else:
-        draft.put("checkpointer.checkpoint_dir", model_name_or_path=folder)
-    launch = re.search(r"--nproc_per_node (\d+) \w+_distributed", text)
-    if launch is not None:
-        draft.put("tune run", accelerate_config="fsdp2.yaml", num_processes=int(launch[1]))
-
-
-def _torchtune_data(draft: Draft) -> bool:
-    """Returns whether prompts have a loss."""
-    known = table("torchtune")
-    sets = draft.theirs.get("dataset") or []
-    entries = []
-    kinds = set()  # (whether prompts have a loss, whether rows are packed)
-    for one in sets if isinstance(sets, list) else [sets]:
-        builder = one.get("_component_", "").rpartition(".")[2]
-        row = known["data"].get(builder, {"path": None, "all": False})
-        odd = [key for key in one if key not in known["read"] and one[key] is not None]
-        if odd or builder not in known["data"]:
-            draft.changes["dataset"] = f"{one.get('_component_')}, {odd or 'of this kind'}, is not supported"
-        columns = one.get("column_map") or {"messages": one.get("conversation_column")}
-        entries.append(_entry(str(one.get("source", row["path"])), columns, row | one))
-        kinds.add((bool(one.get("train_on_input", row["all"])), bool(one.get("packed"))))
-    if len(kinds) > 1:
-        draft.changes["dataset"] = "only some data sets have a loss on prompts, or packing"
-    everything, packing = max(kinds, default=(False, False))
-    draft.put("dataset", datasets=entries, packing=packing)
-    return everything
-
-
-def _torchtune_model(draft: Draft) -> None:
-    theirs = draft.theirs
-    known = table("torchtune")
-    family, _, builder = str(theirs.get("model._component_")).rpartition(".")
-    if not family.startswith("torchtune.models"):
-        draft.changes["model"] = f"{family}.{builder} is not supported"
-    if builder.startswith(("lora_", "qlora_")):
-        modules = []
-        for name in theirs.get("model.lora_attn_modules", []):
-            modules += known["modules"].get(name, [name])
-        for name, members in known["modules"].items():  # apply_lora_to_mlp and the like
-            if theirs.get(name):
-                modules += members
-        draft.put("model", use_peft=True, lora_target_modules=modules)
-        draft.note["save_adapter_weights_only"] = "only the adapter is saved; zero-recipes export merges it"
-    elif theirs.get("optimizer.weight_decay") != 0:
-        draft.loses["optimizer.weight_decay"] = "norm weights have no weight decay, as in transformers"
-    if builder.startswith("qlora_") or theirs.get("model.quantize_base"):
-        draft.put("model", **known["quantized"])
-
-
-TRAINERS = {"axolotl": _axolotl, "LLaMA-Factory": _factory, "torchtune": _torchtune}
+TRAINERS = {"axolotl": _axolotl, "LLaMA-Factory": _factory}

@@ -62,21 +62,15 @@ class Source:
     adam_step: int
     engine: dict[str, Any]  # global_steps, global_samples, skipped_steps, lr_scheduler
     ds_config: dict[str, Any]  # as the engine had it, no "auto"
-    trusted: bool = False  # its pickles may run code
 
     @property
     def world_size(self) -> int:
         return len(self.files)
 
 
-def reshard(
-    checkpoint: Path, world_size: int, stage: int, skip_checksums: bool = False, trusted: bool = False
-) -> tuple[Path, Batch]:
+def reshard(checkpoint: Path, world_size: int, stage: int, skip_checksums: bool = False) -> tuple[Path, Batch]:
     """Write CHECKPOINT-zero<stage>-world<world_size> beside the checkpoint.
 
-    It is renamed from a hidden name when it is whole.
-    `skip_checksums`: neither compare nor write them.
-    `trusted`: pickles may run code.
     Returns the new folder and its batch, globally as large as before.
     Raises Refusal.
     """
@@ -92,7 +86,7 @@ def reshard(
     is_known = save.read_manifest(checkpoint) is not None
     if not is_known:
         print(finding("ZR772", checkpoint=checkpoint))
-    source = open_checkpoint(checkpoint, trusted)
+    source = open_checkpoint(checkpoint)
     micro = source.ds_config["train_micro_batch_size_per_gpu"]
     accumulation = source.ds_config["gradient_accumulation_steps"]
     batch = Batch(micro, accumulation, source.world_size).over(world_size)
@@ -130,11 +124,8 @@ def strategy_of(source_config: dict[str, Any], stage: int) -> str:
     return f"zero{stage}"
 
 
-def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
-    """Raises Refusal for what cannot be read by parameter.
-
-    `trusted`: pickles may run code, as in DeepSpeed's own load.
-    """
+def open_checkpoint(checkpoint: Path) -> Source:
+    """Raises Refusal for what cannot be read by parameter."""
     if not (checkpoint / save.LATEST).is_file():
         raise _other(checkpoint, "without DeepSpeed, with save_only_model or by a reshard: it has no file `latest`")
     fault = save.document_fault(checkpoint)
@@ -144,7 +135,7 @@ def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
     model_files = sorted(folder.glob("*_model_states.pt"))
     if not model_files:
         raise _damaged(checkpoint, f"{folder.name} has no *_model_states.pt")
-    model = _load(model_files[0], trusted)
+    model = _load(model_files[0])
     reason = _unreadable(folder, model)
     if reason is not None:
         raise _other(checkpoint, reason)
@@ -155,7 +146,7 @@ def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
 
     steps = set()
     for file in reversed(files):  # rank 0 last: its partitions are never cut short
-        states, flats, base = _states_of(file, trusted)
+        states, flats, base = _states_of(file)
         if "zero_stage" not in states:  # stage 1 in bf16 with gradients accumulated in fp32
             raise _other(checkpoint, "by DeepSpeed's BF16_Optimizer")
         _refuse_unless_adam(checkpoint, base, len(flats))
@@ -173,18 +164,17 @@ def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
         adam_step=steps.pop(),
         engine={key: model[key] for key in ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")},
         ds_config=dict(model["ds_config"]),
-        trusted=trusted,
     )
 
 
 def _optimizer_files(folder: Path) -> list[Path]:
     """By rank."""
-    found = []
+    by_rank = {}
     for path in folder.iterdir():
         match = _OPTIMIZER_FILE.fullmatch(path.name)
         if match:
-            found.append((int(match[1]), path))
-    return [path for _, path in sorted(found)]
+            by_rank[int(match[1])] = path
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _refuse_unless_adam(checkpoint: Path, base: Any, groups: int) -> None:
@@ -206,11 +196,10 @@ def _step_counters(base: dict[str, Any]) -> set[int]:
 
 def _described(group: dict[str, Any], shapes: list[Shapes]) -> dict[str, Any]:
     """An optimizer group's hyperparameters and parameter names."""
-    described = {key: group[key] for key in HYPERPARAMETERS if key in group}
-    described["names"] = []
+    names = []
     for flat in group["params"]:
-        described["names"] += shapes[flat]
-    return described
+        names += shapes[flat]
+    return {key: group[key] for key in HYPERPARAMETERS if key in group} | {"names": names}
 
 
 def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
@@ -223,17 +212,15 @@ def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
     place = source.places[name]
     parts = defaultdict(list)
     for rank, start, count in place.pieces:
-        _, flats, base = _states_of(source.files[rank], source.trusted)
+        _, flats, base = _states_of(source.files[rank])
         tensors = base["state"][place.group] | {"fp32": flats[place.group]}
         for key in ("fp32", *ADAM_STATES):
             parts[key].append(tensors[key][start : start + count])
     return {key: torch.cat(pieces).view(place.shape) for key, pieces in parts.items()}
 
 
-def _load(file: Path, trusted: bool) -> dict[str, Any]:
+def _load(file: Path) -> dict[str, Any]:
     try:
-        if trusted:
-            return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
         return load_without_code(file)
     except pickle.UnpicklingError:
         raise code_refusal(file.parents[1], code_in(file.parents[1])) from None
@@ -241,9 +228,9 @@ def _load(file: Path, trusted: bool) -> dict[str, Any]:
         raise _damaged(file.parents[1], f"{file.name} cannot be read: {first_line(error)}") from None
 
 
-def _states_of(file: Path, trusted: bool) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
+def _states_of(file: Path) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
     """(a rank's states, the flat groups of its masters, the inner optimizer's state_dict)."""
-    states = _load(file, trusted)["optimizer_state_dict"]
+    states = _load(file)["optimizer_state_dict"]
     if "fp32_flat_groups" in states:  # stage 3
         return states, states["fp32_flat_groups"], states["optimizer_state_dict"]
     return states, states.get("single_partition_of_fp32_groups"), states.get("base_optimizer_state")
@@ -286,10 +273,7 @@ def _unreadable(folder: Path, model: dict[str, Any]) -> str | None:
 def _places(
     flats: list[torch.Tensor], states: dict[str, Any], stage: int, world_size: int, shapes: list[Shapes]
 ) -> dict[str, Place]:
-    """By parameter name. `shapes`: in the order of `param_shapes`.
-
-    `states` and `flats` are rank 0's, whose partitions are never cut short.
-    """
+    """By parameter name. `states` and `flats` are rank 0's, whose partitions are never cut short."""
     places = {}
     aligned = states.get("param_alignment_paddings")  # not at stage 3, nor before DeepSpeed 0.19
     for group, (flat, named) in enumerate(zip(flats, shapes, strict=True)):

@@ -23,13 +23,14 @@ from rich.console import Console
 from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, launched_environment
+from zero_recipes.config.accelerate import FOLDER, launched_environment
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.config.strategy import launched_ds_config
-from zero_recipes.core.files import at_hand, write_json, write_text
+from zero_recipes.core.files import at_hand, write_json
 from zero_recipes.core.findings import REFUSAL_FILE, Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
+from zero_recipes.core.process import kill_with_children
 from zero_recipes.core.tables import plain, terminal, working
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.failure import REFUSAL, failed_row, not_begun
@@ -37,7 +38,6 @@ from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file
 from zero_recipes.metrics.schema import FILE, Metrics
 from zero_recipes.tools.report.read import short_names, value_text
 
-END_SECONDS = 30.0  # for the processes of an interrupted run
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 UNSAFE = re.compile(r"[^A-Za-z0-9._+,=-]")
@@ -113,7 +113,12 @@ def launched(
     """
     previous = folders.claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
     (folder / FILE).unlink(missing_ok=True)
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", run.config_in(folder)]
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", run.config]
+    if run.ds_config is not None:  # in place of the file's own
+        ds_config = folder / "ds_config.json"
+        write_json(ds_config, run.ds_config)
+        zero_init = str(DsConfig(run.ds_config).stage == 3).lower()
+        words += ["--deepspeed_config_file", ds_config, "--zero3_init_flag", zero_init]
     words += ["--num_processes", ranks, "--main_process_port", 0]  # a free port
     words += [script or at_hand("run_sft.py"), recipe, "--output_dir", folder]
     named = {word.partition("=")[0] for word in (*overrides, *run.words)}
@@ -187,17 +192,7 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
         finally:
             signal.signal(signal.SIGTERM, before)
             if child.poll() is None:  # interrupted
-                _end(child)
-
-
-def _end(launcher: subprocess.Popen) -> None:
-    """Let it end its workers; a killed launcher would leave them behind."""
-    processes = psutil.Process(launcher.pid).children(recursive=True)
-    processes.append(psutil.Process(launcher.pid))
-    launcher.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
-    for process in alive:
-        process.kill()
+                kill_with_children(psutil.Process(child.pid))
 
 
 # the runs of a sweep: strategies by the values of `--set KEY=a,b,c`
@@ -219,24 +214,6 @@ class SweepRun:
     values: Mapping[str, Any]  # what the sweep sets, by key
     words: tuple[str, ...] = ()  # options for the recipe's keys among `values`
     ds_config: Mapping[str, Any] | None = None  # with DeepSpeed's keys among `values`; None without any
-
-    def config_in(self, folder: Path) -> Path:
-        """The strategy's file, or a new one in `folder` with values of the ds_config."""
-        if self.ds_config is None:
-            return self.config
-        ds_config = folder / "ds_config.json"
-        config = folder / "accelerate.yaml"
-        write_json(ds_config, self.ds_config)
-        launched = yaml.safe_load(self.config.read_text())
-        block = launched["deepspeed_config"]
-        if not block.get("deepspeed_config_file"):  # accelerate takes no value of it beside a file
-            launched.pop("mixed_precision", None)
-            block = {key: value for key, value in block.items() if key not in AMBIGUOUS}
-        if {"zero_optimization", "zero_optimization.stage"} & set(self.values):
-            block["zero3_init_flag"] = DsConfig(self.ds_config).stage == 3
-        launched["deepspeed_config"] = block | {"deepspeed_config_file": str(ds_config)}
-        write_text(config, yaml.safe_dump(launched, sort_keys=False))
-        return config
 
 
 def runs_of(

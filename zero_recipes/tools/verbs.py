@@ -5,12 +5,11 @@ Imports are local: `zero-recipes --help` need not wait for torch.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from zero_recipes.core import units
-from zero_recipes.core.findings import REFUSED, described, first_line, library_error_as_finding, refusal, table
+from zero_recipes.core.findings import REFUSED, described, library_error_as_finding, refusal, table
 from zero_recipes.core.tables import working
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
@@ -32,67 +31,10 @@ def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
     return verb
 
 
+ask = _elsewhere("ask")
 tune = _elsewhere("tune")
 export = _elsewhere("export")
 rent = _elsewhere("rent")
-
-
-def fetch(arguments: argparse.Namespace) -> int:
-    """Local folders are only measured. Raises Refusal."""
-    from zero_recipes.config import recipe as recipes
-    from zero_recipes.data.load import load_splits
-
-    mapping = recipes.recipe_in_force(arguments.recipe)
-    settings = recipes.parse_recipe(arguments.recipe, mapping, []).settings
-    model = fetch_model(settings)
-    print(f"{settings.model_name_or_path}: {units.size(_bytes_in(model.rglob('*')))}")
-    splits, *_ = load_splits(settings)
-    files = set()
-    for split in splits.values():
-        files.update(Path(file["filename"]) for file in split.cache_files)
-    named = settings.dataset_name or ", ".join(entry["path"] for entry in settings.datasets)
-    print(f"{named}: {units.size(_bytes_in(files))}")
-    fetch_kernel(settings.attn_implementation)
-    return 0
-
-
-def fetch_model(settings) -> Path:
-    """The model's folder. Weights are *.bin only in repositories without safetensors."""
-    from huggingface_hub import HfApi, snapshot_download
-
-    name = str(settings.model_name_or_path)
-    revision = settings.model_revision
-    if Path(name).is_dir():
-        return Path(name)
-    patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
-    with library_error_as_finding(f"downloading the model {name}"):
-        if not settings.random_weights:
-            files = HfApi().list_repo_files(name, revision=revision)
-            has_safetensors = any(file.endswith(".safetensors") for file in files)
-            patterns.append("*.safetensors" if has_safetensors else "*.bin")
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-
-
-def fetch_kernel(attn_implementation: str | None) -> None:
-    """The build for this machine's torch: one fetched without a GPU is of no use to a machine with one."""
-    from zero_recipes.engine.huggingface import attention_name, kernel_version
-
-    kernel = attention_name(attn_implementation)
-    if kernel is None or "/" not in kernel:  # an installed package, or torch's own
-        return
-    # "owner/name@revision:function"
-    repository, _, revision = kernel.partition(":")[0].partition("@")
-    try:
-        from kernels import install_kernel
-
-        folder = Path(install_kernel(repository, revision=revision or kernel_version(repository)))
-        print(f"{kernel}: {units.size(_bytes_in(folder.rglob('*')))}")
-    except Exception as error:  # of kernels, huggingface_hub or the network
-        print(f"{kernel} was not downloaded: {first_line(error)}")
-
-
-def _bytes_in(paths: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -104,19 +46,15 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def sweep(arguments: argparse.Namespace) -> int:
     with working(IMPORTING):
-        from zero_recipes.tools.plan.job import EVERY
         from zero_recipes.tools.sweep import sweep
 
     output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
     strategies = arguments.strategies or list(STAGES)
-    takes_all = strategies == ["all"]
-    if takes_all:
-        strategies = EVERY
     runs = (arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)
     statuses = sweep(*runs, sets=arguments.sets).values()
     print(f"zero-recipes report {output_dir}")
     fine = {"ok"}
-    if takes_all or (arguments.sets and "ok" in statuses):
+    if arguments.sets and "ok" in statuses:
         fine.add("refused")  # what cannot run here is an answer too
     return 0 if fine.issuperset(statuses) else 1
 
@@ -131,7 +69,7 @@ def report(arguments: argparse.Namespace) -> int:
 def verify(arguments: argparse.Namespace) -> int:
     from zero_recipes.tools.verify import verify
 
-    found = verify(arguments.folder, arguments.deep, arguments.skip_checksums, arguments.trust_remote_code)
+    found = verify(arguments.folder, arguments.deep, arguments.trust_remote_code)
     counts = "{tensors} tensors, {parameters:,} parameters, {bytes:,} bytes".format_map(found)
     print(f"{arguments.folder}: complete, {counts}")
     return 0
@@ -156,19 +94,12 @@ def reshard(arguments: argparse.Namespace) -> int:
     from zero_recipes.tools.reshard import reshard, resume_command
 
     layout = (arguments.world_size, arguments.stage)
-    folder, batch = reshard(arguments.checkpoint, *layout, arguments.skip_checksums, arguments.trust_checkpoint)
+    folder, batch = reshard(arguments.checkpoint, *layout, arguments.skip_checksums)
     strategy = read_manifest(folder)["strategy"]
     print(f"written: {folder}")
     print(f"global batch unchanged: {batch.total} sequences ({batch})")
     print(f"resume with:\n{resume_command(folder, batch, strategy)}")
     return 0
-
-
-def ask(arguments: argparse.Namespace) -> int:
-    quieten()
-    from zero_recipes.tools.ask import run
-
-    return run(arguments)
 
 
 def explain(arguments: argparse.Namespace) -> int:

@@ -19,9 +19,7 @@ TOKENIZER = (
 )
 
 
-def verify(
-    folder: Path, deep: bool = False, skip_checksums: bool = False, trust_remote_code: bool = False
-) -> dict[str, int]:
+def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False) -> dict[str, int]:
     """Compare a saved model or adapter with its class and checksums.
 
     A checkpoint's files must match its manifest and run no code.
@@ -30,7 +28,7 @@ def verify(
     Raises NotWhole.
     """
     fault = None if save.is_foreign(folder) else save.checkpoint_fault(folder)
-    if fault is None and not skip_checksums:
+    if fault is None:
         fault = save.content_fault(folder) or _changed_since_saved(folder)
     if fault is None and (folder / save.STATE).is_file():
         code = code_in(folder)

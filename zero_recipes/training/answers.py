@@ -161,12 +161,7 @@ def text_scores(answer: str, reference: str) -> dict[str, float]:
     return {"exact_match": float(answer.strip() == reference.strip()), "token_f1": f1}
 
 
-def sample_rows(
-    samples: list[Sample],
-    before: Answers | None,
-    after: Answers,
-    compare: Callable[[str, str], dict[str, float]] = text_scores,
-) -> list[SampleRow]:
+def sample_rows(samples: list[Sample], before: Answers | None, after: Answers) -> list[SampleRow]:
     """Rows of samples.jsonl. `before`: None where there is no base answer. No scores where there is no reference."""
 
     def scores(sample: Sample, answers: Answers, number: int) -> dict[str, float | None]:
@@ -175,7 +170,7 @@ def sample_rows(
         loss = answers.reference_losses[number]
         if loss is not None and not math.isfinite(loss):
             loss = None
-        return compare(answers.texts[number], sample.reference) | {"reference_loss": loss}
+        return text_scores(answers.texts[number], sample.reference) | {"reference_loss": loss}
 
     rows = []
     for number, sample in enumerate(samples):

@@ -1,29 +1,24 @@
 """Answers to the questions of texts.yaml, from what runs recorded."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from zero_recipes.core import units
 from zero_recipes.core.tables import Row
-from zero_recipes.metrics.read_runs import MeasuredRun, mean_scores
-from zero_recipes.metrics.schema import ORDER
+from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.tools.report import read
 from zero_recipes.tools.report.read import Runs
 
 Verdict = Literal["yes", "no", "cannot tell"]
 Answer = tuple[Verdict, str]  # with what was measured, or why these runs cannot tell
 
-EQUAL_MEMORY = 1e-3  # padding to whole partitions may add a few bytes to a stage
 EQUAL_SPEED = 0.05  # less is noise
 LOSS_FP32 = 1e-5
 LOSS_16_BIT = 2e-2  # one step's rounding; tests hold short runs of the stages to 1e-3, and to 1e-5 in fp32
 # fields of metrics.json
 SAME_RUN = ("model", "parameters", "trainable_parameters", "world_size", "device", "precision")
 SAME_RUN += ("micro_batch_size", "gradient_accumulation_steps", "max_length")
-LOWER_IS_BETTER = {"reference_loss"}
-JUDGED_SCORES = ("exact_match", "token_f1", "reference_loss")
 ON_CPU = "They ran on CPU processes, which says little about GPUs."
 
 
@@ -36,28 +31,24 @@ class Judgement(NamedTuple):
 
 
 def judge_runs(runs: Runs) -> list[Judgement]:
-    """Three of the questions need compared rows."""
+    """None without compared rows."""
     compared = read.comparison(runs)
-    answers = {}
-    if compared:
-        answers["alike"] = _alike(compared)
-        answers["staircase"] = _staircase(compared)
-        answers["losses"] = _losses_equal(compared)
-    answers["answers"] = _answers(runs)
+    if not compared:
+        return []
+    answers = {"alike": _alike(compared), "losses": _losses_equal(compared)}
     wording = read.texts()["judgements"]
     return [Judgement(verdict=verdict, measured=why, **wording[name]) for name, (verdict, why) in answers.items()]
 
 
 def bottom_line(runs: Runs) -> str:
-    """The recommendation, whether losses agree and answers improved, and what did not finish."""
+    """The recommendation, whether losses agree, and what did not finish."""
     compared = read.comparison(runs) or runs
     rows = read.table_rows(compared)
     sentences = _recommendation(rows)
-    claims = {"Losses agree": _losses_equal(compared), "Answers improved": _answers(runs)}
-    for claim, (verdict, measured) in claims.items():
-        if verdict != "cannot tell":
-            why = measured.split(". ")[0].removesuffix(".")
-            sentences.append(f"{claim}: {verdict}. {why}.")
+    verdict, measured = _losses_equal(compared)
+    if verdict != "cannot tell":
+        why = measured.split(". ")[0].removesuffix(".")
+        sentences.append(f"Losses agree: {verdict}. {why}.")
     unfinished = [f"{row['label']} ({row['status']})" for row in rows if row["status"] != "ok"]
     if unfinished:
         sentences.append(f"Not finished: {', '.join(unfinished)}.")
@@ -65,39 +56,25 @@ def bottom_line(runs: Runs) -> str:
 
 
 def _recommendation(rows: Sequence[Row]) -> list[str]:
-    """Sentences on the fastest run, and on the one with the smallest model states."""
+    """The fastest run; of those that are as fast, the one with the smallest model states."""
     timed = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
     if not timed:
         return []
     fastest = max(row["tokens_per_second"] for row in timed)
     tied = [row for row in timed if row["tokens_per_second"] >= (1 - EQUAL_SPEED) * fastest]
-    chosen = min(tied, key=_state_bytes)  # of equal ones the simplest
-    sentences = [_praise(chosen, tied, timed)]
-    if chosen["device"] == "cpu":
-        sentences.append(ON_CPU)
-    least = min(timed, key=_state_bytes)
-    if chosen["state_bytes"] and least["state_bytes"] < chosen["state_bytes"]:
-        saved = 1 - least["state_bytes"] / chosen["state_bytes"]
-        slower = 1 - least["tokens_per_second"] / chosen["tokens_per_second"]
-        states = f"{units.size(least['state_bytes'])} of model states per process, {100 * saved:.0f} % less"
-        sentences.append(f"If memory is short, take {least['label']}: {states}, {100 * slower:.0f} % slower.")
-    return sentences
-
-
-def _state_bytes(row: Row) -> float:
-    """Rows that do not know it are the largest."""
-    return row["state_bytes"] or math.inf
-
-
-def _praise(chosen: Row, tied: Sequence[Row], timed: Sequence[Row]) -> str:
+    chosen = min(tied, key=lambda row: row["state_bytes"] or math.inf)
+    others = " and ".join(row["label"] for row in tied if row is not chosen)
     speed = f"{units.count(chosen['tokens_per_second'])} tokens/s"
     if len(timed) == 1:
-        return f"{chosen['label']} reached {speed}."
-    why = "it fits and is the fastest"
-    if len(tied) > 1:
-        others = " and ".join(row["label"] for row in tied if row is not chosen)
+        sentences = [f"{chosen['label']} reached {speed}."]
+    elif others:
         why = f"it is as fast as {others} within 5 %, and none of them needs less memory"
-    return f"Take {chosen['label']} ({speed}): {why}."
+        sentences = [f"Take {chosen['label']} ({speed}): {why}."]
+    else:
+        sentences = [f"Take {chosen['label']} ({speed}): it fits and is the fastest."]
+    if chosen["device"] == "cpu":
+        sentences.append(ON_CPU)
+    return sentences
 
 
 def sampled_run(runs: Runs) -> MeasuredRun | None:
@@ -131,44 +108,18 @@ def _written(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:,.0f}"
 
 
-def _staircase(runs: Runs) -> Answer:
-    finished = {run.strategy: run for run in runs if run.status == "ok" and run.fullest_rank}
-    if "zero0" in finished:
-        finished.pop("ddp", None)  # it stands for stage 0 where zero0 is missing
-    totals = {}
-    shares = {}
-    for strategy in ORDER:
-        if strategy in finished:
-            run = finished[strategy]
-            totals[strategy] = run.fullest_rank.total
-            expected = read.textbook(run)
-            if expected:
-                shares[strategy] = totals[strategy] / expected
-    if len(totals) < 2:
-        return "cannot tell", "Fewer than two stages were measured."
-    verdict = "yes"
-    measured = f"Model states of the fullest rank: {_listed(totals, units.size)}."
-    for lower, upper in pairwise(totals):
-        if totals[upper] > totals[lower] * (1 + EQUAL_MEMORY):
-            verdict = "no"
-            measured += f" {upper} holds more than {lower}."
-    if shares:
-        measured += f" Measured over textbook: {_listed(shares, '{:.3f}'.format)}."
-    return verdict, measured
-
-
 def _losses_equal(runs: Runs) -> Answer:
     trained = [run for run in runs if run.status == "ok" and run.loss_history]
     if len(trained) < 2:
         return "cannot tell", "Fewer than two strategies have losses."
     losses = {run.label: run.losses for run in trained}
-    broken = {}
+    broken = []
     for label, history in losses.items():
-        for step, loss in history.items():
-            if not math.isfinite(loss):
-                broken.setdefault(label, step)
+        bad = [step for step, loss in history.items() if not math.isfinite(loss)]
+        if bad:
+            broken.append(f"{label} from step {bad[0]}")
     if broken:
-        return "no", f"The loss is not finite: {_listed(broken, 'from step {}'.format)}."
+        return "no", f"The loss is not finite: {', '.join(broken)}."
     steps = sorted(set.intersection(*map(set, losses.values())))
     if not steps:
         return "cannot tell", "No step is in the histories of all strategies."
@@ -207,30 +158,5 @@ def _largest_gap(losses: Mapping[str, Mapping[int, float]], steps: Sequence[int]
     return largest, where
 
 
-def _answers(runs: Runs) -> Answer:
-    """yes only where no score is worse, no where none is better."""
-    run = sampled_run(runs)
-    samples = run.samples if run else []
-    answered = [sample for sample in samples if None not in (sample.before, sample.after)]
-    if not answered:
-        return "cannot tell", "No run has answers from before and after training."
-    changes = []
-    gains = []
-    for name, (before, after, _) in mean_scores(answered).items():
-        changes.append(f"{name} {before:.3f} to {after:.3f}")
-        if name in LOWER_IS_BETTER:
-            gains.append(before - after)
-        elif name in JUDGED_SCORES:
-            gains.append(after - before)
-    measured = f"{run.label}: mean {'; '.join(changes) or 'scores missing'}."
-    if not gains or (min(gains) < 0 < max(gains)):
-        return "cannot tell", measured
-    return _yes(max(gains) > 0), measured
-
-
 def _yes(holds: bool) -> Verdict:
     return "yes" if holds else "no"
-
-
-def _listed(values: Mapping[str, float], written: Callable[[float], str]) -> str:
-    return ", ".join(f"{label} {written(value)}" for label, value in values.items())
