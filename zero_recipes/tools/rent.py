@@ -30,7 +30,7 @@ def rent(arguments: argparse.Namespace) -> int:
         answer = answer_by(Predictor(quick=True), arguments, request)
         if not arguments.quick:
             answer = simulated(answer, arguments, Predictor())
-    job = answer.advice.job
+    job = answer.job
     if job is None:
         raise refusal("ZR906", recipe=arguments.recipe, gpus=arguments.gpus, gpu=arguments.gpu)
     recipe = arguments.recipe

@@ -16,7 +16,7 @@ from zero_recipes.core.files import FILES, write_json
 from zero_recipes.core.tables import terminal, working
 from zero_recipes.core.units import count
 from zero_recipes.tools.plan import show
-from zero_recipes.tools.plan.choose import best_machine, lighter, limits_of, on_each_machine, rows_of
+from zero_recipes.tools.plan.choose import best_machine, better, lighter, limits_of, on_each_machine, rows_of
 from zero_recipes.tools.plan.job import PlanRequest, read_recipe, read_request
 from zero_recipes.tools.plan.predict import Predict, Predictor
 from zero_recipes.tools.plan.simulator import parent
@@ -56,12 +56,18 @@ def answer_by(predict: Predict, arguments: argparse.Namespace, request: PlanRequ
     machines = on_each_machine(rows, request.gpu)
     advice = best_machine(machines, by_price=arguments.price is not None)
     other_ways = lighter(request, advice, predict, guess)
-    return show.Answer(request, rows, excluded, machines, advice, other_ways, arguments.price)
+    best = None
+    if advice.chosen:
+        alike = list(other_ways.values()) if request.recipe.settings.use_peft else []  # QLoRA trains an adapter, too
+        best = better(request, advice.chosen, alike, predict, guess)
+    return show.Answer(request, rows, excluded, machines, advice, other_ways, best, arguments.price)
 
 
 def simulated(draft: show.Answer, arguments: argparse.Namespace, predict: Predictor) -> show.Answer:
     """All that the formulas name is simulated side by side."""
     rows = [*draft.rows, *draft.lighter.values()]
+    if draft.better:
+        rows.append(draft.better)
     predict.prepare([row.job for row in rows])
     return answer_by(predict, arguments, draft.request)
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 from huggingface_hub import constants
@@ -27,6 +27,9 @@ from zero_recipes.core.findings import Refusal, library_error_as_finding, refusa
 from zero_recipes.core.host import Gpu, gpu_named, gpus
 from zero_recipes.tools.plan.cache import cached
 from zero_recipes.tools.plan.shape import shape_of
+
+if TYPE_CHECKING:
+    from zero_recipes.config.run import Run
 
 HOSTS, MACHINE_RANK = "HOST,HOST", "K"  # in a command for several machines: of each machine
 FSDP = "fsdp2"  # the strategy that no ds_config describes
@@ -61,6 +64,7 @@ NO_PART = {
 }
 # those that a plan may change
 CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
+CHANGED += ("load_in_4bit", "bnb_4bit_quant_storage", "dtype")
 NO_FOLDER = "ZR233"  # the folder on NVMe is the machine's, and a plan is made elsewhere
 USELESS = ("ZR224", "ZR226")  # warnings: ZeRO++ on one node, which costs and saves nothing
 
@@ -310,6 +314,8 @@ class PlanRequest:
 
     def _job(self, strategy: str, count: int) -> Job:
         job = job_of(self.recipe, self.config, strategy, self.strategies[strategy], count, self.gpus_per_node)
+        if "dtype" not in self.recipe.explicit:
+            job = in_own_dtype(job)
         evaluated = self.lengths and self.lengths.evaluated
         return replace(job, workspace=self.gpu.workspace_bytes, evaluated=evaluated)
 
@@ -407,6 +413,27 @@ def _files(name: str, kind: str) -> list[list[Any]]:
     return sorted([str(file), file.stat().st_mtime_ns] for file in (folder, *folder.rglob("*")) if file.exists())
 
 
+def in_own_dtype(job: Job) -> Job:
+    """Alone, with frozen weights in bf16 where products are: TRL's default is fp32, which only DeepSpeed converts."""
+    if job.strategy == SINGLE and job.settings.use_peft and job.settings.precision == "bf16":
+        return job.changed(dtype="bfloat16")
+    return job
+
+
+def shares_nothing(job: Job) -> bool:
+    """Whether `check` warns that one process has nobody to share states with (ZR138)."""
+    return job.world_size == 1 and bool(job.zero_stage) and not job.zero.offloads
+
+
+def warned(job: Job) -> bool:
+    """Whether `check` warns about the size of its micro batches: packs whose attention has a mask (ZR464)."""
+    if job.settings.joined_by is None:
+        return False  # the others need no import of all checks
+    from zero_recipes.checks.rules import packing
+
+    return any(found.code == "ZR464" for found in packing(_run_of(job)))
+
+
 def why_not(job: Job) -> str | None:
     """What it would be refused for, or would gain nothing by."""
     zero = job.zero
@@ -414,12 +441,18 @@ def why_not(job: Job) -> str | None:
     if not (is_plus_plus or zero.on_nvme or zero.bf16_masters or zero.autocast):
         return None  # the others need no import of all checks
     from zero_recipes.checks.deepspeed_rules import strategy_findings
-    from zero_recipes.config.run import Run
-    from zero_recipes.config.strategy import Strategy
 
-    strategy = Strategy(zero.name, job.world_size, zero, "the ds_config")
-    environment = {"LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
-    for found in strategy_findings(Run(None, job.settings, {}, strategy, "cuda", environment)):
+    for found in strategy_findings(_run_of(job)):
         if found.code in USELESS or (found.level == "error" and found.code != NO_FOLDER):
             return f"{found.what} ({found.code})"
     return None
+
+
+def _run_of(job: Job) -> "Run":
+    """For the rules of `check`."""
+    from zero_recipes.config.run import Run
+    from zero_recipes.config.strategy import Strategy
+
+    strategy = Strategy(job.zero.name, job.world_size, job.zero, "the ds_config")
+    environment = {"LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
+    return Run(None, job.settings, {}, strategy, "cuda", environment)
