@@ -16,6 +16,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import config_files
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
+from zero_recipes.metrics.schema import ReservedRange
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.plan import command, shape
@@ -71,28 +72,39 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, monkeypatch):
     assert "zero0: the cheapest change that fits: zero3" in verbose
 
 
-def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monkeypatch):
-    """Above the engine's answer on a terminal, which takes its place; elsewhere a line of what goes on."""
+def test_the_formulas_answer_is_there_while_rows_are_simulated(capsys, monkeypatch):
+    """On a terminal each row becomes the engine's, and what is left is said; elsewhere a line says what goes on."""
     seen = []
 
     def predictor(quick=False, **_):
-        prepare = lambda jobs: seen.append(capsys.readouterr())  # noqa: E731
-        watched = SimpleNamespace(quick=quick, prepare=prepare, missing=lambda jobs: {})
-        return known if quick else watched
+        def prepare(jobs, progress):
+            before = capsys.readouterr()
+            progress(jobs[0], 3)
+            seen.append((before, capsys.readouterr()))
+
+        return known if quick else SimpleNamespace(prepare=prepare, missing=lambda jobs: {}, known=of_the_engine)
 
     known = Predictor(quick=True)
+    of_the_engine = lambda asked: known(asked).model_copy(update={"reserved_bytes": ReservedRange(low=GB, high=GB)})  # noqa: E731
+    by = command.answer_by
     monkeypatch.setattr(command, "Predictor", predictor)
-    monkeypatch.setattr(command, "answer_by", lambda predict, *rest, plain=command.answer_by: plain(known, *rest))
+    monkeypatch.setattr(
+        command, "answer_by", lambda found, *rest, **more: by(found if callable(found) else known, *rest, **more)
+    )
     words = ["plan", RECIPE, "--gpus", "2", "--strategies", "zero3"]
-    assert cli.main(words) == 0 and "by formulas: zero3 may run out of memory" in seen[0].err and not seen[0].out
+    assert cli.main(words) == 0 and "by formulas: zero3 may run out of memory" in seen[0][0].err and not seen[0][0].out
     monkeypatch.setattr(command, "terminal", lambda: Console(force_terminal=True, width=80))
-    assert cli.main(words) == 0 and "The results of the simulated engine follow." in seen[1].out
+    assert cli.main(words) == 0 and "the engine's results follow" in seen[1][0].out
+    shown = seen[1][1].out
+    assert "3 simulations are left" in shown and "zero3 fits" in shown and "1.0 of 85.5 GB" in shown
 
 
 def test_only_what_must_be_simulated_starts_the_engines_process(capsys, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(simulation, "start", started.append)
-    monkeypatch.setattr(simulation, "simulate", lambda jobs, deadline: [predict_by_formulas(one) for one in jobs])
+    monkeypatch.setattr(
+        simulation, "simulate", lambda jobs, deadline, ready: [ready(one, predict_by_formulas(one)) for one in jobs]
+    )
     monkeypatch.setattr("zero_recipes.tools.plan.predict.FOLDER", tmp_path)
     words = ["plan", RECIPE, "--gpus", "2", "--strategies"]
     assert cli.main([*words, "zero2", "--model_name_or_path", "no/body"]) == 2 and not started  # refused
@@ -204,7 +216,7 @@ def test_the_smallest_machine_is_looked_for(capsys):
     assert tiny["recommendation"]["command"] == f"zero-recipes train recipes/tiny.yaml --num_processes 1 {batches}"
     assert tiny["better"]["job"] == tiny["recommendation"]
     said = plan(capsys, "-v", "--price", "0.01", name="recipes/tiny.yaml")
-    assert "fast within the estimate's error; it is the lowest" in said and "price of the run <0.001." in said
+    assert "it is the lowest with room of " in said and "price of the run <0.001." in said
     none = document(capsys, "--strategies", "zero3", gpus="1,2", gpu="l40s")
     last = none["rows"][-1]
     assert none["smallest_machine"] is None and last["change"]["job"] == none["recommendation"]

@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 from zero_recipes.config.ds_config import DsConfig
@@ -22,9 +21,8 @@ LIGHTER: dict[str, dict] = {
     "QLoRA": {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
 }
 LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
-NEARLY = 1.1  # a job that fits for sure may take so many times as long as one that may run out of memory
-GAIN = 0.97  # larger micro batches are worth a change of the recipe from this share of its time on
-MOST_TRIED = 2  # sizes that are predicted where the guess says that they fit
+NEARLY = 1.1  # times as long may a job take that fits for sure
+GAIN = 0.97  # of the time, for which larger micro batches are worth a change
 # what a change costs: first time, then another way of training
 COST_ORDER = ("nothing", "checkpointing", "micro batch", "stage", "offload", "LoRA")
 # The strategies of each place of the model states, both in the order in which they are tried.
@@ -286,30 +284,23 @@ def lighter(request: PlanRequest, advice: Recommendation, predict: Predict, gues
 def better(request: PlanRequest, chosen: Row, others: Sequence[Row], predict: Predict, guess: Predict) -> Row | None:
     """What to run in place of `chosen`, at the same global batch; None where nothing is better.
 
-    Of a job that may run out of memory: one that fits for sure at nearly the same time, at last of `others`, which
-    train otherwise.
-    Of one that fits: the largest micro batch that fits for sure and takes less time than accumulation.
-    `guess` says which jobs are worth a prediction.
+    For one that may run out of memory: what fits for sure at nearly the same time, at last of `others`.
+    For one that fits: the largest micro batch that fits for sure and is faster than accumulation.
     """
-    if chosen.fit.status == "fits":
-        jobs = _larger(chosen.job)
-        longest = GAIN
-    else:
-        jobs = [job for _, job in _smaller(chosen.job)][1:]
-        longest = NEARLY
+    is_sure = chosen.fit.status == "fits"
+    jobs = _larger(chosen.job) if is_sure else [job for _, job in _smaller(chosen.job)][1:]
+    longest = GAIN if is_sure else NEARLY
 
     def does(row: Row, beside: Row) -> bool:
         return row.fit.status == "fits" and row.speed.middle <= longest * beside.speed.middle
 
     guessed = make_row(request, chosen.job, guess)
-    promising = (job for job in jobs if does(make_row(request, job, guess), guessed) and not warned(job))
-    for job in islice(promising, MOST_TRIED):
-        row = make_row(request, job, predict)
-        if does(row, chosen):
-            return row
-    if chosen.fit.status == "fits":
-        return None
-    return next((row for row in others if does(row, chosen)), None)
+    for job in jobs:
+        if does(make_row(request, job, guess), guessed) and not warned(job):
+            row = make_row(request, job, predict)
+            if does(row, chosen):
+                return row
+    return None if is_sure else next((row for row in others if does(row, chosen)), None)
 
 
 def _larger(job: Job) -> Iterator[Job]:

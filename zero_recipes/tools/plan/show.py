@@ -14,7 +14,7 @@ from zero_recipes.core.units import count, duration, money, percent, size
 from zero_recipes.core.zero_paper import paper_volume
 from zero_recipes.tools.plan.choose import Change, Recommendation, Row, fewest_gpus
 from zero_recipes.tools.plan.cost import Cost, Range, cost, estimate, how_good
-from zero_recipes.tools.plan.job import Job, PlanRequest, shares_nothing
+from zero_recipes.tools.plan.job import Job, PlanRequest, shares_nothing, words
 from zero_recipes.tools.plan.predict import BY_FORMULAS
 
 PARTS = {
@@ -27,14 +27,6 @@ PARTS = {
     "other": "Other",
 }
 SOURCES = {"engine": "the simulated engine", "formulas": "formulas"}
-NOTES = [
-    "Peak: live tensors on the fullest GPU; the columns up to Other are its parts. GPU memory: from the peak with CUDA "
-    "and NCCL up to what nine of ten published runs stayed below. May run out: only the low end fits, where the "
-    "allocator empties its cache. Margin: free memory at the low end. Other programs on the GPU are not counted.",
-    "Host: memory per machine while loading / training / resuming. Disk: the model / a resumable checkpoint. NVMe: "
-    "swap files per machine. Comm.: an all-reduce counts twice.",
-    "Memory is for rows of max_length.",
-]
 
 
 def in_seconds(seconds: float) -> str:
@@ -169,13 +161,13 @@ def notes(answer: Answer) -> list[str]:
     rows = answer.advice.rows
     excluded = answer.excluded.get(rows[0].job.world_size, {})
     return [
-        *NOTES,
+        *words()["notes"],
         how_good(answer.recommended.job, answer.request.gpu),
         _row_lengths(answer.request, rows[0]),
         *(f"Not planned: {name}: {why}." for name, why in excluded.items()),
         *_of_predictions(rows),
         *_of_fits(rows),
-        *reasons(answer),
+        *reasons(answer.advice),
     ]
 
 
@@ -204,12 +196,11 @@ def _of_fits(rows: Iterable[Row]) -> list[str]:
 
 
 def change_in_words(change: Change) -> str:
-    """What is set otherwise: "zero3 and activation checkpointing"."""
     return difference(change.start, change.job)
 
 
 def difference(old: Job, new: Job) -> str:
-    """What `new` sets otherwise."""
+    """What is set otherwise: "zero3 and activation checkpointing"."""
     before = old.settings
     after = new.settings
     parts = []
@@ -229,8 +220,7 @@ def difference(old: Job, new: Job) -> str:
     return " and ".join(parts)
 
 
-def reasons(answer: Answer) -> list[str]:
-    advice = answer.advice
+def reasons(advice: Recommendation) -> list[str]:
     sentences = []
     if advice.other_arithmetic:
         others = _names(advice.other_arithmetic)
@@ -238,25 +228,15 @@ def reasons(answer: Answer) -> list[str]:
     if advice.chosen:
         sentences.append(f"{advice.chosen.job.strategy} is recommended: {_why_chosen(advice)}.")
         if shares_nothing(advice.chosen.job):
-            sentences.append("One GPU has nobody to share with (check: ZR138), but no other strategy leaves room.")
-    if answer.better:
-        sentences.append(f"With {difference(advice.chosen.job, answer.better.job)}, {_why_better(answer)}.")
+            sentences.append("One GPU has nobody to share with (ZR138), but nothing else leaves room.")
     return sentences
-
-
-def _why_better(answer: Answer) -> str:
-    chosen = answer.advice.chosen
-    time = f"takes {percent(answer.better.speed.middle / chosen.speed.middle)} of the time"
-    if chosen.fit.status == "fits":
-        return f"the same global batch {time}"
-    return f"it fits for sure and {time}"
 
 
 def _why_chosen(advice: Recommendation) -> str:
     if len(advice.as_fast) < 2:
         return "it is the fastest that fits"
-    why = "it is the lowest with room left" if advice.chosen.fit.status == "fits" else "it leaves the most room"
-    return f"{_names(advice.as_fast)} are equally fast within the estimate's error; {why}"
+    why = "the lowest with room" if advice.chosen.fit.status == "fits" else "the roomiest"
+    return f"it is {why} of {_names(advice.as_fast)}, equally fast within the estimate's error"
 
 
 def _names(rows: Sequence[Row]) -> str:
@@ -347,9 +327,7 @@ def short_rows(answer: Answer) -> list[NamedRow]:
         other_ways[way] = answer.recommended
     table = [*map(named, rows), *(named(row, f", {way}") for way, row in other_ways.items())]
     if answer.better and answer.better not in answer.lighter.values():
-        batch = answer.better.prediction.micro_batch_size
-        is_same = batch == advice.chosen.prediction.micro_batch_size
-        table.append(NamedRow("checkpointing" if is_same else f"micro batch {batch}", answer.better))
+        table.append(NamedRow("as proposed", answer.better))
     return table
 
 
