@@ -69,7 +69,7 @@ def main() -> None:
         wanted = [small(case) if given.tiny else case for case in cases(call)]
         missing = [case for case in wanted if case["name"] not in done and given.only in case["name"]]
         folders = {case["folder"] for case in missing if case.get("program")}  # prepared anew, on any machine
-        wanted = [c for c in wanted if c in missing or (c.get("program") == "prepare" and c["folder"] in folders)]
+        wanted = [case for case in wanted if case in missing or (case.get("serves") and case["folder"] in folders)]
         machine = Machine(tiny=given.tiny, ends=time.monotonic() + given.seconds)
         for case, found in machine.run(wanted):
             row = {"planned": None if given.tiny else known["plans"].get(case["name"])} | found
@@ -96,14 +96,21 @@ def cases(*calls: int) -> list[Case]:
         for strategy in row["strategies"]:
             if "programs" in row:
                 folder = name_of(row["call"], row["model"], strategy)
-                first = {"program": "prepare", "way": "", "folder": folder, "name": f"{folder}-prepare", "alone": False}
+                first = {
+                    "program": "prepare",
+                    "way": "",
+                    "folder": folder,
+                    "name": f"{folder}-prepare",
+                    "alone": False,
+                    "serves": True,
+                }
                 found.append({"keys": {}, "words": ""} | named | first | {"strategy": strategy})
             for program, way in programs:
                 words = " ".join(part for part in (row.get("words"), program, way) if part)
                 case = {"keys": {}} | named | {"strategy": strategy, "program": program, "way": way, "words": words}
                 case["name"] = name_of(row["call"], row["model"], strategy, words)
-                if program:
-                    case["folder"] = folder
+                if program:  # the first one's batches are for the others
+                    case |= {"folder": folder, "serves": [program, way] == programs[0]}
                 found.append(case)
     return found
 
@@ -405,7 +412,8 @@ def environment_of(case: Case, rank: int, port: int) -> dict[str, str]:
     """What a launcher sets where several ranks share the GPU: NCCL from 2.30 takes them, each as another machine's."""
     way = dict(way_of(case))
     ranks = case.get("ranks", 1)
-    found = {"OMP_NUM_THREADS": "2"} | way.pop("environment", {})
+    # two threads on two cores that are busy wait for each other for seconds
+    found = {"OMP_NUM_THREADS": "1" if case.get("tiny") else "2"} | way.pop("environment", {})
     if ranks > 1:
         per_node = case.get("per_node", 1)
         if per_node > 1:
