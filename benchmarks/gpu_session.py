@@ -272,7 +272,6 @@ class Machine:
     tiny: bool
     ends: float  # a time.monotonic()
     running: list[Started] = field(default_factory=list)
-    over: set[str] = field(default_factory=set)  # names of jobs
 
     def __post_init__(self) -> None:
         cores = os.cpu_count() or 1
@@ -294,7 +293,6 @@ class Machine:
                     why = self.why_over(job)
                     if why is not None:
                         self.running.remove(job)
-                        self.over.add(job.case["name"])
                         yield job.case, measured(job, why)
                 if time.monotonic() > self.ends:
                     for case in pending:
@@ -357,7 +355,8 @@ class Machine:
             ranks = case.get("ranks", 1)
             if not is_first and (used + ranks > self.slots or held + case.get("host", 3) > self.host):
                 return
-            if case.get("after") and case["after"] not in self.over:
+            to_come = {other["name"] for other in [*pending, *(job.case for job in self.running)]}
+            if case.get("after") in to_come:
                 continue
             pending.remove(case)
             self.running.append(started(case))

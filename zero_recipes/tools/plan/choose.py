@@ -220,8 +220,8 @@ def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
     """Of the first place that holds a strategy, of the fastest with slack: the first that fits, else the roomiest.
 
     So a tight one or ZeRO++ wins only beyond the error of the estimates.
-    Where nothing fits, the change of all rows that costs least. Other arithmetics are never chosen beside others,
-    nor what `check` warns about (ZR138) beside what has slack without.
+    Where nothing fits, the change of all rows that costs least.
+    Never other arithmetics beside others, nor what `check` warns about (ZR138) beside what has slack.
     """
     exact = [row for row in rows if not changes_arithmetic(row.job)] or list(rows)
     fitting = [row for row in exact if row.runs]
@@ -304,7 +304,7 @@ def better(request: PlanRequest, chosen: Row, others: Sequence[Row], predict: Pr
 
 
 def _larger(job: Job) -> Iterator[Job]:
-    """With larger micro batches and less accumulation, the largest first."""
+    """The largest micro batches first."""
     passes = job.settings.gradient_accumulation_steps
     sequences = job.settings.per_device_train_batch_size * passes
     for fewer in range(1, passes):

@@ -78,7 +78,7 @@ def simulated(
 
 @contextmanager
 def _shown_meanwhile(draft: show.Answer, arguments: argparse.Namespace, predict: Predictor) -> Iterator[Progress]:
-    """The formulas' answer, in which each row becomes the engine's; without a terminal a line on stderr."""
+    """The formulas' answer, whose rows become the engine's; without a terminal a line on stderr."""
     console = terminal()
     if arguments.json or not console.is_terminal:
         with working(f"by formulas: {show.bottom_line(draft)}") as say:

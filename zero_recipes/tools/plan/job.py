@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Self
 
 import yaml
@@ -403,10 +403,11 @@ def shares_nothing(job: Job) -> bool:
 def warned(job: Job) -> bool:
     """Whether `check` warns that a mask covers all packs of a micro batch (ZR464)."""
     if job.settings.joined_by is None:
-        return False  # the others need no import of all checks
+        return False
     from zero_recipes.checks.rules import packing
 
-    return any(found.code == "ZR464" for found in packing(_run_of(job)))
+    run = replace(_run_of(job), config=SimpleNamespace(**job.config))
+    return any(found.code == "ZR464" for found in packing(run))
 
 
 def why_not(job: Job) -> str | None:
@@ -424,7 +425,7 @@ def why_not(job: Job) -> str | None:
 
 
 def _run_of(job: Job) -> Any:
-    """A config.run.Run for the rules of `check`."""
+    """For the rules of `check`."""
     from zero_recipes.config.run import Run
     from zero_recipes.config.strategy import Strategy
 

@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def recommended(self) -> Row:
-        """What is better than the chosen row, that, or the change; the first row where nothing fits."""
+        """The first there is; a row where nothing fits."""
         change = self.advice.change
         if self.better:
             return self.better
@@ -69,7 +69,6 @@ class Answer:
 
     @property
     def job(self) -> Job | None:
-        """To run; None where nothing fits."""
         return self.advice.job and self.recommended.job
 
 
