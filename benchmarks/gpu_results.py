@@ -76,7 +76,8 @@ def document_of(session: Case, rows: list[Case], written: list[Case], beside: Pa
         if "programs" in (case.get("beside") or {}):
             found["programs"] = speeds_of(case["beside"]["programs"])
         if row.get("planned") and "metrics" in row:
-            found["planned_before"] = plan_of(found, Prediction.model_validate(row["planned"]), session["card"])
+            card = gpus()[session["card"]]
+            found["planned_before"] = plan_of(job_of_case(found), Prediction.model_validate(row["planned"]), card)
         for key in ("planned_before", "planned_after_the_run", "planned_now"):
             if key in earlier.get(row["case"], {}):
                 found[key] = earlier[row["case"]][key]
@@ -120,7 +121,7 @@ def over_the_bare_loop(rows: list[Case]) -> Case:
 def measured_row(case: Case, gpus_there: int) -> Case:
     """What was measured, the largest of all ranks. Times of runs that shared the GPU have a name of their own."""
     row = {key: case.get(key) for key in ("case", "model", "strategy", "keys", "words", "note", "status", "error")}
-    row |= {key: case[key] for key in ("call", "way", "program", "seconds") if case.get(key)}
+    row |= {key: case[key] for key in ("call", "way", "program", "layers", "seconds") if case.get(key)}
     if "metrics" not in case:  # it ended before it wrote any, or was left out
         return row | {"measured": {}}
     metrics = case["metrics"]
@@ -130,7 +131,7 @@ def measured_row(case: Case, gpus_there: int) -> Case:
     row["beside_others"] = case.get("beside_others", False)
     peaks, states = metrics["peak_memory_bytes"], metrics["model_state_bytes"]
     measured: Case = {"losses": (metrics["loss_history"] or [])[:LOSSES], "steps": len(metrics["loss_history"] or [])}
-    if peaks:
+    if peaks and peaks[0]["allocated"] is not None:  # there is a GPU
         measured["allocated_peak_bytes"] = max(rank["allocated"] for rank in peaks)
         measured["reserved_peak_bytes"] = max(rank["reserved"] for rank in peaks)
     if states:
@@ -163,8 +164,9 @@ def speeds_of(programs: Case) -> Case:
 
 
 def can_be_planned(row: Case) -> bool:
-    """Runs of whole rows of max_length that ended, and that no plan was made for."""
-    return row["model"] != "tiny" and row["status"] == "ok" and "programs" not in row and "planned_before" not in row
+    """Runs of whole rows of max_length that ended, in the recipe's own way, and that no plan was made for."""
+    is_run = row["model"] != "tiny" and not {"programs", "program", "way"} & set(row)
+    return is_run and row["status"] == "ok" and "planned_before" not in row
 
 
 def fill(document: Case, key: str, rows: list[Case]) -> None:

@@ -41,6 +41,7 @@ SESSION = ROOT / "benchmarks" / "session"
 PLANS, WORK = SESSION / "plans.json", ROOT / "output" / "gpu_session_work"
 TABLE = yaml.safe_load((SESSION / "cases.yaml").read_text())
 MODELS = ROOT / "zero_recipes" / "tools" / "plan" / "models"
+FROM_CASE = ("call", "model", "strategy", "keys", "words", "way", "program", "layers", "ranks")  # in a row
 LOADING = 110  # seconds that a job may take until it is ready for its turn
 LEFT = 8  # seconds that other ranks have to end after one that failed
 SHARED_GPU = "zero_recipes.checks.preflight.refuse_uneven_gpus"  # two ranks of a machine on one GPU: only here
@@ -73,7 +74,7 @@ def main() -> None:
         machine = Machine(tiny=given.tiny, ends=time.monotonic() + given.seconds)
         for case, found in machine.run(wanted):
             row = {"planned": None if given.tiny else known["plans"].get(case["name"])} | found
-            row |= {key: case.get(key) for key in ("call", "model", "strategy", "keys", "words", "way", "program")}
+            row |= {key: case[key] for key in FROM_CASE if key in case}
             row |= {"case": case["name"], "beside_others": not case.get("alone", False)}
             with open(given.out / "rows.jsonl", "a", encoding="utf-8") as file:
                 file.write(strict_json(row) + "\n")
@@ -102,6 +103,7 @@ def cases(*calls: int) -> list[Case]:
                     "folder": folder,
                     "name": f"{folder}-prepare",
                     "alone": False,
+                    "limit": 90,
                     "serves": True,
                 }
                 found.append({"keys": {}, "words": ""} | named | first | {"strategy": strategy})
@@ -121,7 +123,8 @@ def name_of(*parts: Any) -> str:
 
 def is_planned(case: Case) -> bool:
     """Runs of the recipe itself whose batches are full. Kernels of ZeRO++ are not simulated."""
-    return "strategy" in case and not case["program"] and case["model"] != "tiny" and case["way"] in ("", None)
+    is_run = "strategy" in case and not case["program"] and not case["way"]
+    return is_run and case["model"] != "tiny" and not case["keys"].get("packing")
 
 
 def small(case: Case) -> Case:
@@ -146,6 +149,8 @@ def config_of(case: Case) -> dict[str, Any]:
     """The model's config.json."""
     name = case["model"]
     config = dict(TABLE["shapes"].get(name) or json.loads((MODELS / f"{name}.json").read_text())["config"])
+    if "layers" in case:
+        config["num_hidden_layers"] = case["layers"]
     if case.get("tiny"):
         config |= {key: value for key, value in TABLE["tiny"]["shape"].items() if key in config}
         config.pop("layer_types", None)  # of the layers that are gone
@@ -276,14 +281,14 @@ class Machine:
     def __post_init__(self) -> None:
         cores = os.cpu_count() or 1
         self.slots = 2 if self.tiny else cores - 1
-        self.host = 8 if self.tiny else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 * 0.8
+        self.host = 8 if self.tiny else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 * 0.9
         self.gpu = 1000.0 if self.tiny else gpu_gigabytes()
 
     def run(self, wanted: list[Case]):
         """Yields (case, what was measured) as each ends."""
         pending = []
         for case in wanted:
-            if self.tiny and case.get("cuda_only"):
+            if self.tiny and (case.get("cuda_only") or way_of(case).get("cuda_only")):
                 yield case, {"status": "skipped", "error": "it needs CUDA"}
             else:
                 pending.append(case)
@@ -314,7 +319,8 @@ class Machine:
         if any(code not in (None, 0) for code in codes):
             job.failed = job.failed or now
         begun = job.since if job.went is None else job.went
-        limit = job.case["limit"] if job.went is not None or job.has_no_gate() else LOADING * (8 if self.tiny else 1)
+        own = job.case["limit"] + way_of(job.case).get("more", 0)
+        limit = own if job.went is not None or job.has_no_gate() else LOADING * (8 if self.tiny else 1)
         if now > self.ends:
             why = "its call's time was over"
         elif now > begun + limit:
