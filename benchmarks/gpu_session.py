@@ -132,8 +132,7 @@ def small(case: Case) -> Case:
     own = TABLE["tiny"]
     keys = case["keys"] | own["keys"]
     for key, most in (("max_length", own["longest"]), ("per_device_train_batch_size", own["batch"])):
-        if key in keys:
-            keys[key] = min(keys[key], most)
+        keys[key] = min((TABLE["base"] | keys)[key], most)
     return case | {
         "keys": keys,
         "tiny": True,
@@ -476,7 +475,7 @@ def in_a_line(row: Case) -> str:
         said += f", {1000 * metrics['step_seconds']['median']:.0f} ms a step"
         said += f", {metrics['tokens_per_second']['non_padding']:,.0f} tokens/s"
     if row["error"]:
-        said += f": {row['error']}"[:300]
+        said += f": {row['error'].splitlines()[0]}"[:300]
     return said
 
 

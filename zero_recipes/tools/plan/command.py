@@ -88,7 +88,7 @@ def _shown_meanwhile(draft: show.Answer, arguments: argparse.Namespace, predict:
 
     def shown(answer: show.Answer, news: str) -> Text:
         with console.capture() as lines:
-            console.print(Text(news, style="yellow"))  # first: a low terminal shows no more
+            console.print(Text(news, style="yellow"))
             show.print_answer(answer, console)
         return Text.from_ansi(lines.get())
 

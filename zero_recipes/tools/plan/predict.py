@@ -17,7 +17,7 @@ from zero_recipes.tools.plan.simulator import parent as simulation
 
 Predict = Callable[[Job], Prediction]
 Progress = Callable[[Job, int], None]  # takes what was simulated, and how many are left
-BY_FORMULAS = " uses formulas, because "  # in a note; a reason follows
+BY_FORMULAS = " uses formulas, because "
 
 
 class Predictor:
@@ -89,7 +89,6 @@ class Predictor:
 
 
 def by_formulas(job: Job, reason: str | None) -> Prediction:
-    """`reason`: why the engine was not simulated."""
     prediction = predict_by_formulas(job)
     if reason is None:
         return prediction
@@ -119,8 +118,6 @@ class Fit:
 
 
 def fit_of(prediction: Prediction, capacity: int, host: int | None = None, nvme: int | None = None) -> Fit:
-    """`host`, `nvme`: of each machine, None where not known."""
-
     def lacks(needed: int | None, there: int | None) -> int:
         return 0 if there is None else max(0, (needed or 0) - there)
 

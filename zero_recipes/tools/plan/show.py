@@ -331,7 +331,7 @@ def short_rows(answer: Answer) -> list[NamedRow]:
 
 
 def short_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
-    """As `plan_columns`, of `short_rows`. Memory is the range that decides."""
+    """As `plan_columns`, of `short_rows`."""
     named = [Column("Strategy", lambda named: named.name), Column("Memory", lambda named: _status(named.row))]
     capacity = in_gigabytes(answer.request.gpu.memory_bytes)
     host = "Host\nGB"
@@ -396,7 +396,11 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
     else:
         quality = how_good(answer.recommended.job, answer.request.gpu)
         lines = [quality, f"{basis}. For parts, phases and caveats, use -v."]
-        own_notes = _of_predictions(row for _, row in named_rows)
-        lines += [note for note in own_notes if BY_FORMULAS in note]
+        by_reason = {}
+        for note in _of_predictions(row for _, row in named_rows):
+            strategy, by, reason = note.partition(BY_FORMULAS)
+            if by:
+                by_reason.setdefault(reason, []).append(strategy)
+        lines += [f"{', '.join(names)}: formulas, because {reason}" for reason, names in by_reason.items()]
     for line in lines:
         console.print(Text(line, style="dim"))
