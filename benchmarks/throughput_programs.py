@@ -214,6 +214,7 @@ def held_out_loss(seen: Seen, rows: list[dict[str, list[int]]]) -> float:
     with torch.no_grad(), torch.autocast(seen.device, torch.bfloat16):
         for row in rows[rank::ranks]:  # as many on every rank: stage 3 gathers each layer on all of them
             batch = {key: torch.tensor([value]) for key, value in row.items()}
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # one row, which no pack's attention takes
             tokens = (batch["labels"][:, 1:] != -100).sum()
             found += torch.stack([summed_loss(seen.model, batch, seen.device).double(), tokens.to(found)])
     dist.all_reduce(found)
