@@ -6,7 +6,8 @@
 NAME.yaml says of the machine and of the cases what the rows do not (h200.yaml has all keys). A `planned_before` is
 written once: a second call with other rows leaves it as it is. `--plan before` makes one for rows that came without, by
 the code of `planned_by`, and marks them with `planned_after_the_run`. The court (benchmarks/planners/score.py) scores
-the rows as a class of their own.
+the rows as a class of their own. Programs that ran side by side (benchmarks/session/side_by_side.py) are rows, too, and
+`over_the_bare_loop` has each one's time over that of the bare DeepSpeed loops, cold and warm.
 """
 
 import argparse
@@ -38,7 +39,7 @@ LOSSES = 10  # the first of each run
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("session", type=Path, metavar="NAME.yaml")
-    parser.add_argument("rows", type=Path, nargs="*", help="files of rows, or folders that hold part*.jsonl")
+    parser.add_argument("rows", type=Path, nargs="*", help="files of rows, or folders that hold rows.jsonl")
     parser.add_argument("--beside", type=Path, help="beside.json of side_by_side.py, where its row lacks it")
     parser.add_argument("--plan", choices=["before", "now"])
     given = parser.parse_args()
@@ -70,20 +71,57 @@ def document_of(session: Case, rows: list[Case], written: list[Case], beside: Pa
         found = measured_row(case, session["gpus"])
         if beside is not None and row["case"].startswith("side-"):  # of side_by_side.py
             case["beside"] = {"programs": json.loads(beside.read_text())}
+        if "program" in (case.get("beside") or {}):
+            found["measured"] = speed_of(case["beside"]["program"])
         if "programs" in (case.get("beside") or {}):
             found["programs"] = speeds_of(case["beside"]["programs"])
         if row.get("planned") and "metrics" in row:
-            found["planned_before"] = plan_of(found, Prediction.model_validate(row["planned"]), session["card"])
+            card = gpus()[session["card"]]
+            found["planned_before"] = plan_of(job_of_case(found), Prediction.model_validate(row["planned"]), card)
         for key in ("planned_before", "planned_after_the_run", "planned_now"):
             if key in earlier.get(row["case"], {}):
                 found[key] = earlier[row["case"]][key]
         document["rows"].append(found)
+    document["over_the_bare_loop"] = over_the_bare_loop(document["rows"])
     return document
+
+
+def speed_of(program: Case) -> Case:
+    """Of a program of side_by_side.py: the median step of each of the two epochs, which have the same batches."""
+    tokens = program["tokens"][: len(program["cold_seconds"]) * program["accumulation"]]
+    found = {f"{kind}_step_seconds": [round(one, 4) for one in program[f"{kind}_seconds"]] for kind in ("cold", "warm")}
+    found |= {f"{kind}_median": round(statistics.median(program[f"{kind}_seconds"]), 4) for kind in ("cold", "warm")}
+    found |= {"tokens_of_an_epoch": sum(tokens), "held_out_loss": round(program["held_out_loss"], 5)}
+    return found | {key: program[key] for key in ("allocated_peak_bytes",) if key in program}
+
+
+def over_the_bare_loop(rows: list[Case]) -> Case:
+    """{"MODEL STRATEGY": {program and way: {"cold": ..., "warm": ...}}}; a bare loop's time is the mean of those that
+    ran in the same way with cuDNN or without, before and after the recipe."""
+    found: Case = {}
+    compared = [row for row in rows if "warm_median" in row["measured"]]
+    for row in compared:
+        alike = [
+            other["measured"]
+            for other in compared
+            if (other["program"].split()[0], other["way"])
+            == ("engine", row["way"] if "cudnn" in row["way"] else "no cudnn")
+            and (other["model"], other["strategy"]) == (row["model"], row["strategy"])
+        ]
+        if not alike:
+            continue
+        ratios = {}
+        for kind in ("cold", "warm"):
+            bare = statistics.fmean(one[f"{kind}_median"] for one in alike)
+            ratios[kind] = round(row["measured"][f"{kind}_median"] / bare, 3)
+        found.setdefault(f"{row['model']} {row['strategy']}", {})[row["words"]] = ratios
+    return found
 
 
 def measured_row(case: Case, gpus_there: int) -> Case:
     """What was measured, the largest of all ranks. Times of runs that shared the GPU have a name of their own."""
     row = {key: case.get(key) for key in ("case", "model", "strategy", "keys", "words", "note", "status", "error")}
+    row |= {key: case[key] for key in ("call", "way", "program", "layers", "seconds") if case.get(key)}
     if "metrics" not in case:  # it ended before it wrote any, or was left out
         return row | {"measured": {}}
     metrics = case["metrics"]
@@ -93,7 +131,7 @@ def measured_row(case: Case, gpus_there: int) -> Case:
     row["beside_others"] = case.get("beside_others", False)
     peaks, states = metrics["peak_memory_bytes"], metrics["model_state_bytes"]
     measured: Case = {"losses": (metrics["loss_history"] or [])[:LOSSES], "steps": len(metrics["loss_history"] or [])}
-    if peaks:
+    if peaks and peaks[0]["allocated"] is not None:  # there is a GPU
         measured["allocated_peak_bytes"] = max(rank["allocated"] for rank in peaks)
         measured["reserved_peak_bytes"] = max(rank["reserved"] for rank in peaks)
     if states:
@@ -126,8 +164,9 @@ def speeds_of(programs: Case) -> Case:
 
 
 def can_be_planned(row: Case) -> bool:
-    """Runs of whole rows of max_length that ended, and that no plan was made for."""
-    return row["model"] != "tiny" and row["status"] == "ok" and "programs" not in row and "planned_before" not in row
+    """Runs of whole rows of max_length that ended, in the recipe's own way, and that no plan was made for."""
+    is_run = row["model"] != "tiny" and not {"programs", "program", "way"} & set(row)
+    return is_run and row["status"] == "ok" and "planned_before" not in row
 
 
 def fill(document: Case, key: str, rows: list[Case]) -> None:

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# One hour on one GPU (H100 or H200), on a machine without a network.
+# Fifteen minutes on one GPU (H100 or H200), on a machine without a network. benchmarks/README.md has the whole way.
 #
 #   benchmarks/gpu_session.sh wheels        # beforehand, where a package index is: .whl/, about 30 MB
-#   benchmarks/gpu_session.sh 1 5           # there: parts 1 and 5; less than 10 minutes a call
-#   benchmarks/gpu_session.sh 2             # ... and 2, 3, 4, 6, a call each (benchmarks/session/cases.yaml)
+#   benchmarks/gpu_session.sh 1             # there: call 1, and 2 and 3 (benchmarks/session/cases.yaml), 280 s each
 #   python -m benchmarks.gpu_results benchmarks/session/NAME.yaml FOLDER   # afterwards, where the results are; NAME.yaml
 #                                           # says of the machine what they do not (h200.yaml; OUT/card.txt)
 #
 # There: Python 3.12, torch 2.11 for CUDA 13 with its triton, numpy, pandas and pyarrow, nvcc, ninja and a C++ compiler.
 # torch stays that one; every other library that this project touches comes along in the version it is tested with
 # (requirements.lock), so that torch is the only one that a result has to be qualified by.
-# Results: $OUT (default output/gpu_session), at most 9 files. MINUTES: of the whole call, 9.5.
+# Several ranks on one GPU: SESSION_NCCL names the libnccl.so.2 of NCCL 2.30 or later, which takes them.
+# Results: $OUT (default output/gpu_session), rows.jsonl and card.txt. SECONDS_OF_CALL: 280, with installing.
 set -u
 cd "$(dirname "$0")/.."
 START=$(date +%s)
@@ -50,7 +50,7 @@ if [ "${1:-}" = wheels ]; then
     wheels
     exit
 fi
-[ $# -gt 0 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 2; }
 if [ -d $WHEELS ]; then
     install || exit 1
     export PYTHONPATH="$SITE${PYTHONPATH:+:$PYTHONPATH}"
@@ -85,5 +85,6 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 export MAX_JOBS=${MAX_JOBS:-$(nproc)}
 mkdir -p "${OUT:-output/gpu_session}"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader >"${OUT:-output/gpu_session}/card.txt"
-minutes=$(awk -v start="$START" -v now="$(date +%s)" -v all="${MINUTES:-9.5}" 'BEGIN { print all - (now - start) / 60 }')
-$PYTHON benchmarks/gpu_session.py --out "${OUT:-output/gpu_session}" --minutes "$minutes" --part "$@"
+# a start of the machine took 28 s in November 2026; what is left of the call is the jobs'
+left=$((${SECONDS_OF_CALL:-280} - 30 - ($(date +%s) - START)))
+$PYTHON benchmarks/gpu_session.py --out "${OUT:-output/gpu_session}" --seconds "$left" --call "$@"

@@ -15,7 +15,7 @@ from zero_recipes.data.forms import alpaca_row
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "tiny_world"
-MODELS = ROOT / "zero_recipes" / "plan" / "models"
+MODELS = ROOT / "zero_recipes" / "tools" / "plan" / "models"
 ALPACA = ROOT.parent / "shared" / "fixtures" / "alpaca_2k.jsonl"
 MICRO_BATCH = 8  # TRL's default
 LONGEST = 1024  # tokens of a row: TRL's default max_length, so that nobody cuts one

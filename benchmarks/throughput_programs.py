@@ -36,6 +36,7 @@ class Seen:
     """What a program leaves of its training, on one rank."""
 
     device: str
+    turn: Callable[[], None] = lambda: None  # waits for it, once the model is loaded
     marks: list[float] = field(default_factory=list)  # seconds: before the first step, and after each
     lengths: list[list[int]] = field(default_factory=list)  # tokens of each row, by micro batch
     elements: list[int] = field(default_factory=list)  # elements of each micro batch, padding included
@@ -72,6 +73,7 @@ def watched(seen: Seen, *callbacks: TrainerCallback, keep_batches: bool = False)
         for callback in (*callbacks, Clock(seen)):
             self.add_callback(callback)
         self.data_collator = counting(self.data_collator, seen, keep_batches)
+        seen.turn()
         return train(self, *arguments, **keywords)
 
     with (
@@ -124,12 +126,12 @@ def of_trainer(job: dict, seen: Seen, program: str) -> None:
         sft.main(*sft.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False))
 
 
-def engine(job: dict, seen: Seen, batches: list[Batch], config: dict, by_default: bool) -> None:
-    """A bare loop around the engine of the strategy with the recipe's `config`, or only with its stage and offload and
-    the rest of zero_optimization as DeepSpeed has it by default."""
+def engine(job: dict, seen: Seen, model, fed: Seen, by_default: bool) -> None:
+    """A bare loop around the engine of the strategy with the config of `fed`, the recipe, or only with its stage and
+    offload and the rest of zero_optimization as DeepSpeed has it by default."""
     import deepspeed
 
-    model = load(job)
+    config, batches = fed.config, fed.batches
     known = {key: value for key, value in config.items() if key != "train_batch_size"}  # follows from the others
     if by_default:
         kept = {"stage", "offload_optimizer", "offload_param"} & set(config["zero_optimization"])
@@ -148,16 +150,17 @@ def engine(job: dict, seen: Seen, batches: list[Batch], config: dict, by_default
             seen.model.step()
 
 
-def plain(job: dict, seen: Seen, batches: list[Batch]) -> None:
-    """A plain PyTorch loop on `batches`: bf16 autocast over fp32 weights, torch's DDP where there are several ranks."""
-    model = load(job).to(seen.device)
+def plain(job: dict, seen: Seen, model, batches: list[Batch], wrapped: bool) -> None:
+    """A plain PyTorch loop on `batches`: bf16 autocast over fp32 weights, torch's DDP where there are several ranks, or
+    where `wrapped`."""
+    model.to(seen.device)
     ranks, each = dist.get_world_size(), job["accumulation"]
-    seen.model = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    seen.model = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 or wrapped else model
     optimizer = adam(model, None, job)
     seen.model.train()
     for micro, tokens in steps_of(job, batches, seen, optimizer):
         for number, batch in enumerate(micro, 1):
-            with seen.model.no_sync() if ranks > 1 and number < each else contextlib.nullcontext():
+            with seen.model.no_sync() if seen.model is not model and number < each else contextlib.nullcontext():
                 with torch.autocast(seen.device, torch.bfloat16):
                     loss = summed_loss(seen.model, batch, seen.device) / tokens
                 (loss * ranks).backward()  # DDP divides by them
@@ -211,6 +214,7 @@ def held_out_loss(seen: Seen, rows: list[dict[str, list[int]]]) -> float:
     with torch.no_grad(), torch.autocast(seen.device, torch.bfloat16):
         for row in rows[rank::ranks]:  # as many on every rank: stage 3 gathers each layer on all of them
             batch = {key: torch.tensor([value]) for key, value in row.items()}
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # one row, which no pack's attention takes
             tokens = (batch["labels"][:, 1:] != -100).sum()
             found += torch.stack([summed_loss(seen.model, batch, seen.device).double(), tokens.to(found)])
     dist.all_reduce(found)
@@ -218,23 +222,32 @@ def held_out_loss(seen: Seen, rows: list[dict[str, list[int]]]) -> float:
 
 
 LAST_RECIPE: list[Seen] = []  # what the recipe left for the programs after it
+KEPT = ("lengths", "elements", "supervised", "batches", "config")  # of it, in the file job["kept"]
 
 
-def run(program: str, job: dict) -> dict:
-    """Train once; what was seen of it on this rank. `job`: benchmarks/throughput_inputs.py, job_of."""
+def run(program: str, job: dict, turn: Callable[[], None] = lambda: None) -> dict:
+    """Train once; what was seen of it on this rank. `job`: benchmarks/throughput_inputs.py, job_of. Programs in
+    processes of their own give the batches on in the file job["kept"]."""
     torch.manual_seed(0)
-    seen = Seen(job["device"])
+    seen = Seen(job["device"], turn)
     patches.score_supervised_positions_only(False)  # what the recipe had of them before is no other program's
     patches.attend_by_row(False)
     if program in job:
         of_trainer(job, seen, program)
     if program == "recipe":
         LAST_RECIPE[:] = [seen]
+        if "kept" in job:
+            torch.save({name: getattr(seen, name) for name in KEPT}, job["kept"])
+    if program not in job:
+        model = load(job)
+        seen.turn()
+    if program not in job and "kept" in job:
+        LAST_RECIPE[:] = [Seen(job["device"], **torch.load(job["kept"]))]
     (fed,) = LAST_RECIPE or [seen]
     if program.startswith("engine") and fed.config is not None:
-        engine(job, seen, fed.batches, fed.config, program == "engine")
+        engine(job, seen, model, fed, program == "engine")
     elif program not in job:
-        plain(job, seen, fed.batches)
+        plain(job, seen, model, fed.batches, wrapped=program == "ddp")
     fed = seen if seen.lengths else fed
     found = {
         "step_seconds": [later - earlier for earlier, later in pairwise(seen.marks)],

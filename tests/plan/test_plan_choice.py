@@ -5,8 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from tests.helpers.plan_jobs import GB, H100, every_strategy, job, made_up, recipe, rows_of, strategies
-from zero_recipes.metrics.schema import HostBytes
+from zero_recipes.checks.rules import processes
+from zero_recipes.metrics.schema import HostBytes, ReservedRange
 from zero_recipes.tools.plan import choose
+from zero_recipes.tools.plan import job as plan_job
 from zero_recipes.tools.plan.choose import COST_ORDER, ORDER, largest, limits_of, recommend, smallest_change
 from zero_recipes.tools.plan.formulas import predict_by_formulas
 from zero_recipes.tools.plan.job import EVERY, Job, PlanRequest
@@ -169,3 +171,77 @@ def test_what_is_just_below_the_limit_fits_and_what_is_above_does_not():
     most = limits_of(job("zero3"), H100.memory_bytes, predict_by_formulas, guess).micro_batch_size
     found = [predict_by_formulas(job("zero3", per_device_train_batch_size=size)) for size in (most, most + 1)]
     assert most > 4 and [fit_of(one, H100.memory_bytes).has_slack for one in found] == [True, False]
+
+
+# in place of what is chosen: `need` says how many GB a job takes, at the low end
+
+
+def better_than(start: Job, need, others=(), capacity=85):
+    gpu = H100.model_copy(update={"memory_mib": capacity * GB // 2**20})
+    request = PlanRequest(recipe("pythia"), [], {}, strategies(), [start.world_size], 8, gpu)
+    predict = lambda asked: of_formulas(asked, need(asked) * GB)  # noqa: E731
+    rows = [choose.make_row(request, other, predict) for other in others]
+    return choose.better(request, choose.make_row(request, start, predict), rows, predict, predict)
+
+
+def of_formulas(asked: Job, low: int):
+    """With the work and the volume of the job, which decide about its time."""
+    found = predict_by_formulas(asked)
+    return found.model_copy(update={"reserved_bytes": ReservedRange(low=low, high=low * 4 // 3)})
+
+
+def test_the_largest_micro_batch_that_fits_for_sure_replaces_accumulation():
+    start = job("zero2", per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    found = better_than(start, lambda j: 40 + 5 * batch(j))  # 80 GB at the high end with 4
+    assert (batch(found.job), found.job.settings.gradient_accumulation_steps) == (4, 2)
+    assert found.fit.status == "fits"
+    assert found.speed.tokens_per_second < better_than(start, batch).speed.tokens_per_second
+    assert batch(better_than(start, batch).job) == 8
+    assert better_than(start, lambda j: 70) is None  # may run out of memory, and so does all that is no slower
+    assert better_than(job("zero2", gradient_accumulation_steps=1), batch) is None
+
+
+def test_no_larger_micro_batch_of_packs_is_proposed_that_check_warns_about():
+    packs = {"packing": True, "max_length": 2048, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    assert better_than(job("zero2", **packs, attn_implementation="eager"), batch) is None
+    assert batch(better_than(job("zero2", **packs, attn_implementation="flash_attention_2"), batch).job) == 4
+
+
+def test_what_fits_for_sure_is_taken_instead_of_what_may_run_out_at_nearly_the_same_time():
+    """First with smaller micro batches, which train the same, then QLoRA instead of LoRA."""
+    long = {"max_length": 4096, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "use_peft": True}
+    start = job("ddp", 1, **long)
+    four_bits = start.changed(load_in_4bit=True)
+    need = lambda j: 10 if j.quantizes else 60 + 2 * batch(j)  # noqa: E731
+    found = better_than(start, need, [four_bits])
+    assert (batch(found.job), found.job.quantizes) == (1, False) and found.speed.middle < 1.1 * better_than(
+        start, need
+    ).speed.middle
+    assert better_than(start, lambda j: 10 if j.quantizes else 70, [four_bits]).job == four_bits
+    assert better_than(start, lambda j: 70, [four_bits]) is None
+
+
+def test_one_gpu_is_not_advised_to_share_with_itself():
+    """Not even where a stage leaves more room: only where nothing else has any."""
+    assert recommend(rows_of({"ddp": (75, 1), "zero3": (20, 1)}, ranks=1), H100).job.strategy == "single"
+    assert recommend(rows_of({"ddp": (84, 1), "zero3": (20, 1)}, ranks=1), H100).job.strategy == "zero3"
+    assert recommend(rows_of({"ddp": (75, 1), "zero3": (20, 1)}), H100).job.strategy == "zero3"
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "zero0", "zero2_offload", "ddp"])
+def test_what_the_plan_calls_useless_is_what_check_warns_about(strategy):
+    for ranks in (1, 2):
+        asked = job(strategy, ranks)
+        codes = {found.code for found in processes(plan_job._run_of(asked))}
+        assert plan_job.shares_nothing(asked) == ("ZR138" in codes)
+
+
+def test_alone_frozen_weights_are_planned_in_the_dtype_of_the_products():
+    def planned(*overrides: str) -> Job:
+        own = recipe("pythia-lora", *overrides)
+        request = PlanRequest(own, [], plan_job.model_config(own.settings), {"ddp": None}, [1], 8, H100)
+        (asked,), _ = request.jobs()
+        return asked
+
+    assert planned().settings.dtype == "bfloat16"
+    assert planned("--dtype", "float32").settings.dtype == planned("--use_peft", "false").settings.dtype == "float32"

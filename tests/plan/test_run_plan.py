@@ -72,9 +72,9 @@ def test_a_run_that_does_not_fit_is_refused(answered, keys, need, code, level, s
 @pytest.mark.parametrize(
     ("keys", "need", "says"),
     [
-        ({}, 78, "tightly fits into 80.0 GB"),
+        ({}, 78, "may run out of memory with 80.0 GB"),
         ({"others": 12}, 50, "fits into 68.0 GB"),
-        ({"states": 79, "compared": False}, 79, "tightly fits into"),
+        ({"states": 79, "compared": False}, 79, "may run out of memory with"),
     ],
 )
 def test_a_run_that_may_fit_goes_on_and_carries_its_plan(answered, keys, need, says):
@@ -235,9 +235,10 @@ def test_a_planned_run_on_cpus_carries_states_like_those_measured(two, tmp_path)
 def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, monkeypatch):
     simulated = []
 
-    def simulate(jobs, deadline):
+    def simulate(jobs, deadline, ready):
         simulated.extend(jobs)
-        return [made_up(one, GB) for one in jobs]
+        for one in jobs:
+            ready(one, made_up(one, GB))
 
     def predict(wanted, folder=tmp_path):
         return Predictor(folder=folder)(wanted)  # as a later program does
@@ -266,6 +267,26 @@ def test_the_time_of_all_simulations_together_is_limited(monkeypatch, tmp_path):
         assert found.source == "formulas"
         assert found.notes[0] == f"{name} uses formulas, because the simulations took longer than 0 s."
     assert not (tmp_path / "plans").exists()  # nothing was kept for a later program
+
+
+def test_what_was_simulated_in_time_counts_and_the_rest_is_by_formulas(monkeypatch, tmp_path):
+    predict = Predictor(folder=tmp_path, seconds=1000)
+    told = []
+
+    def simulate(jobs, deadline, ready):
+        ready(jobs[0], made_up(jobs[0], GB))
+        predict.deadline = 0  # and the time is over
+        for late in jobs[1:]:
+            ready(late, "exit code -15")
+
+    monkeypatch.setattr(simulation, "simulate", simulate)
+    jobs = [job("zero1"), job("zero2"), job("zero3")]
+    assert predict.known(jobs[0]).source == "formulas"
+    predict.prepare(jobs, lambda one, left: told.append((one.strategy, left)))
+    assert told == [("zero1", 2), ("zero2", 1), ("zero3", 0)]
+    assert [predict(one).source for one in jobs] == ["engine", "formulas", "formulas"]
+    assert "longer than 1000 s" in predict(jobs[2]).notes[0] and len(list(tmp_path.iterdir())) == 1
+    assert predict(job("zero0")).source == "formulas"  # no process is started for it
 
 
 def test_a_simulation_that_crashes_is_answered_by_formulas_with_its_error(monkeypatch, tmp_path):

@@ -305,3 +305,12 @@ def test_a_recipe_that_recomputes_is_tried_without(packable, tmp_path, ran):
     assert {"activation_checkpointing": False} in [run.values for run in found]
     assert not any("packing" in run.values or run.ds_config for run in found), "rows are cut"
     assert refusal_of(tune.candidates, read, 2, 10**6, "cpu", None).codes == ["ZR862"]
+
+
+def test_tune_tries_larger_micro_batches_with_less_accumulation():
+    read = read_recipe(ROOT / "recipes" / "pythia-full.yaml", [])  # 4 x 2, whose rows are not at hand
+    sizes = [tuple(split.values()) for split in tune.batches(read, 2)]
+    assert sizes == [(), (8, 1), (2, 4), (1, 8)]
+    derived = read_recipe(ROOT / "recipes" / "qwen3-8b.yaml", ["--packing", "false"])  # 1 x 8 on two processes
+    splits = tune.batches(derived, 2)
+    assert splits[1] == {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "global_batch_size": 16}

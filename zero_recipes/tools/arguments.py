@@ -185,6 +185,7 @@ def add_machines(add: Add) -> None:
     add("--nvme", type=AMOUNT, help="NVMe disk of each machine in GB, for ZeRO-Infinity")
     add("--network", type=AMOUNT, help="GB/s between machines per GPU (400 Gb/s is 50)")
     add("--quick", action="store_true", help="use formulas instead of the simulated engine")
+    add("--seconds", type=AMOUNT, default=60, help="for simulations; then formulas; default: %(default)s, or inf")
     add("--price", type=AMOUNT, help="price per GPU-hour; prints the price of the run")
     add("--mean_tokens", type=AMOUNT, help="mean tokens per row, if the data is not on this machine")
     add("--hardware", type=Path, help="file with more GPUs, like zero_recipes/core/hardware.yaml")

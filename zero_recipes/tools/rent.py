@@ -29,8 +29,8 @@ def rent(arguments: argparse.Namespace) -> int:
         request = read_request(arguments, arguments.overrides)
         answer = answer_by(Predictor(quick=True), arguments, request)
         if not arguments.quick:
-            answer = simulated(answer, arguments, Predictor())
-    job = answer.advice.job
+            answer = simulated(answer, arguments, Predictor(seconds=arguments.seconds))
+    job = answer.job
     if job is None:
         raise refusal("ZR906", recipe=arguments.recipe, gpus=arguments.gpus, gpu=arguments.gpu)
     recipe = arguments.recipe

@@ -12,7 +12,7 @@ from zero_recipes.core.host import Gpu
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.cost import Speed, estimate
 from zero_recipes.tools.plan.formulas import overheads
-from zero_recipes.tools.plan.job import Job, PlanRequest, Strategies, why_not
+from zero_recipes.tools.plan.job import Job, PlanRequest, Strategies, in_own_dtype, shares_nothing, warned, why_not
 from zero_recipes.tools.plan.predict import Fit, Predict, fit_of
 
 MOST_SEQUENCES = 4096  # a micro batch beyond it gains nothing
@@ -21,6 +21,8 @@ LIGHTER: dict[str, dict] = {
     "QLoRA": {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
 }
 LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
+NEARLY = 1.1  # times as long may a job take that fits for sure
+GAIN = 0.97  # of the time, for which larger micro batches are worth a change
 # what a change costs: first time, then another way of training
 COST_ORDER = ("nothing", "checkpointing", "micro batch", "stage", "offload", "LoRA")
 # The strategies of each place of the model states, both in the order in which they are tried.
@@ -96,7 +98,7 @@ def _arithmetic(zero: DsConfig) -> tuple:
 
 def _trained_otherwise(job: Job, strategies: Strategies, **values: Any) -> Job:
     """Under its own strategy, whose "auto" values depend on what trains."""
-    return job.changed(**values).under(job.strategy, strategies.get(job.strategy, job.ds_config))
+    return in_own_dtype(job.changed(**values)).under(job.strategy, strategies.get(job.strategy, job.ds_config))
 
 
 def _smaller(job: Job) -> Iterator[tuple[str, Job]]:
@@ -218,7 +220,8 @@ def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
     """Of the first place that holds a strategy, of the fastest with slack: the first that fits, else the roomiest.
 
     So a tight one or ZeRO++ wins only beyond the error of the estimates.
-    Where nothing fits, the change of all rows that costs least. Other arithmetics are never chosen beside others.
+    Where nothing fits, the change of all rows that costs least.
+    Never other arithmetics beside others, nor what `check` warns about (ZR138) beside what has slack.
     """
     exact = [row for row in rows if not changes_arithmetic(row.job)] or list(rows)
     fitting = [row for row in exact if row.runs]
@@ -228,7 +231,8 @@ def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
     fitting.sort(key=lambda row: (ORDER.index(kind(row.job)), -row.fit.margin))
     place = next(place for place in PLACES if kind(fitting[0].job) in place)
     here = [row for row in fitting if kind(row.job) in place]
-    with_slack = [row for row in here if row.fit.has_slack]
+    with_slack = [row for row in here if row.fit.has_slack and not shares_nothing(row.job)]
+    with_slack = with_slack or [row for row in here if row.fit.has_slack]
     as_fast = fastest_of(with_slack or here)
     roomiest = max(as_fast, key=lambda row: row.fit.margin)
     chosen = next((row for row in as_fast if row.fit.status == "fits"), roomiest)
@@ -275,6 +279,37 @@ def lighter(request: PlanRequest, advice: Recommendation, predict: Predict, gues
             best = recommend(guessed, request.gpu).chosen or max(guessed, key=lambda row: row.fit.margin)
             found[name] = make_row(request, best.job, predict)
     return found
+
+
+def better(request: PlanRequest, chosen: Row, others: Sequence[Row], predict: Predict, guess: Predict) -> Row | None:
+    """What to run in place of `chosen`, at the same global batch; None where nothing is better.
+
+    For one that may run out of memory: what fits for sure at nearly the same time, at last of `others`.
+    For one that fits: the largest micro batch that fits for sure and is faster than accumulation.
+    """
+    is_sure = chosen.fit.status == "fits"
+    jobs = _larger(chosen.job) if is_sure else [job for _, job in _smaller(chosen.job)][1:]
+    longest = GAIN if is_sure else NEARLY
+
+    def does(row: Row, beside: Row) -> bool:
+        return row.fit.status == "fits" and row.speed.middle <= longest * beside.speed.middle
+
+    guessed = make_row(request, chosen.job, guess)
+    for job in jobs:
+        if does(make_row(request, job, guess), guessed) and not warned(job):
+            row = make_row(request, job, predict)
+            if does(row, chosen):
+                return row
+    return None if is_sure else next((row for row in others if does(row, chosen)), None)
+
+
+def _larger(job: Job) -> Iterator[Job]:
+    """The largest micro batches first."""
+    passes = job.settings.gradient_accumulation_steps
+    sequences = job.settings.per_device_train_batch_size * passes
+    for fewer in range(1, passes):
+        if passes % fewer == 0:
+            yield job.changed(per_device_train_batch_size=sequences // fewer, gradient_accumulation_steps=fewer)
 
 
 def fastest_of(rows: Sequence[Row]) -> list[Row]:

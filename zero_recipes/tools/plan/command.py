@@ -16,9 +16,9 @@ from zero_recipes.core.files import FILES, write_json
 from zero_recipes.core.tables import terminal, working
 from zero_recipes.core.units import count
 from zero_recipes.tools.plan import show
-from zero_recipes.tools.plan.choose import best_machine, lighter, limits_of, on_each_machine, rows_of
-from zero_recipes.tools.plan.job import PlanRequest, read_recipe, read_request
-from zero_recipes.tools.plan.predict import Predict, Predictor
+from zero_recipes.tools.plan.choose import best_machine, better, lighter, limits_of, on_each_machine, rows_of
+from zero_recipes.tools.plan.job import Job, PlanRequest, read_recipe, read_request
+from zero_recipes.tools.plan.predict import Predict, Predictor, Progress
 from zero_recipes.tools.plan.simulator import parent
 
 VOCABULARY = 32_000
@@ -28,16 +28,16 @@ DEFAULTS = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 2048}
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """`rest` overrides the recipe's keys. Raises Refusal."""
-    predict = Predictor(arguments.quick)
+    predict = Predictor(arguments.quick, seconds=arguments.seconds)
     has_recipe = arguments.params is None
     with working(f"reading {arguments.recipe if has_recipe else '--params'}"):
         request = read_request(arguments, rest) if has_recipe else request_of_size(arguments, rest)
         if not arguments.quick and predict.missing(request.jobs()[0]):
             parent.start("gpu")
-        answer = answer_by(Predictor(quick=True), arguments, request)
+        answer = answer_by(Predictor(quick=True), arguments, request, limits=arguments.quick)
     if not arguments.quick:
-        with _shown_meanwhile(answer, arguments.json):
-            answer = simulated(answer, arguments, predict)
+        with _shown_meanwhile(answer, arguments, predict) as progress:
+            answer = simulated(answer, arguments, predict, progress)
     if arguments.json:
         print(json.dumps(show.document(answer), indent=2))
     else:
@@ -45,41 +45,61 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def answer_by(predict: Predict, arguments: argparse.Namespace, request: PlanRequest) -> show.Answer:
-    """Searches go by formulas."""
+def answer_by(
+    predict: Predict, arguments: argparse.Namespace, request: PlanRequest, limits: bool = True
+) -> show.Answer:
+    """Searches go by formulas. `limits`: whether those of `--max` are looked for."""
     guess = Predictor(quick=True)
     jobs, excluded = request.jobs()
     rows = rows_of(request, jobs, predict)
-    if arguments.max and predict.quick == arguments.quick:  # a draft goes without
+    if arguments.max and limits:
         memory = request.gpu.memory_bytes
         rows = [replace(row, limits=limits_of(row.job, memory, predict, guess)) for row in rows]
     machines = on_each_machine(rows, request.gpu)
     advice = best_machine(machines, by_price=arguments.price is not None)
     other_ways = lighter(request, advice, predict, guess)
-    return show.Answer(request, rows, excluded, machines, advice, other_ways, arguments.price)
+    best = None
+    if advice.chosen:
+        alike = list(other_ways.values()) if request.recipe.settings.use_peft else []  # QLoRA trains an adapter, too
+        best = better(request, advice.chosen, alike, predict, guess)
+    return show.Answer(request, rows, excluded, machines, advice, other_ways, best, arguments.price)
 
 
-def simulated(draft: show.Answer, arguments: argparse.Namespace, predict: Predictor) -> show.Answer:
+def simulated(
+    draft: show.Answer, arguments: argparse.Namespace, predict: Predictor, progress: Progress = lambda job, left: None
+) -> show.Answer:
     """All that the formulas name is simulated side by side."""
     rows = [*draft.rows, *draft.lighter.values()]
-    predict.prepare([row.job for row in rows])
+    if draft.better:
+        rows.append(draft.better)
+    predict.prepare([row.job for row in rows], progress)
     return answer_by(predict, arguments, draft.request)
 
 
 @contextmanager
-def _shown_meanwhile(draft: show.Answer, as_json: bool) -> Iterator[None]:
-    """The formulas' answer until the engine's; without a terminal a line on stderr."""
+def _shown_meanwhile(draft: show.Answer, arguments: argparse.Namespace, predict: Predictor) -> Iterator[Progress]:
+    """The formulas' answer, whose rows become the engine's; without a terminal a line on stderr."""
     console = terminal()
-    if as_json or not console.is_terminal:
+    if arguments.json or not console.is_terminal:
         with working(f"by formulas: {show.bottom_line(draft)}") as say:
             say("simulating the engine")
-            yield
+            yield lambda job, left: say(f"simulated {job.strategy}, {left} left")
         return
-    with console.capture() as shown:
-        show.print_answer(draft, console)
-        console.print("The results of the simulated engine follow.\n", style="yellow")
-    with Live(Text.from_ansi(shown.get()), console=console, auto_refresh=False, transient=True):
-        yield
+
+    def shown(answer: show.Answer, news: str) -> Text:
+        with console.capture() as lines:
+            console.print(Text(news, style="yellow"))
+            show.print_answer(answer, console)
+        return Text.from_ansi(lines.get())
+
+    first = shown(draft, "By formulas; the engine's results follow.\n")
+    with Live(first, console=console, auto_refresh=False, transient=True) as live:
+
+        def updated(job: Job, left: int) -> None:
+            answer = answer_by(predict.known, arguments, draft.request, limits=False)
+            live.update(shown(answer, f"{left} simulations are left, still by formulas.\n"), refresh=True)
+
+        yield updated
 
 
 def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:

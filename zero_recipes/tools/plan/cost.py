@@ -267,10 +267,9 @@ def _bytes_of_call(job: Job, collective: str) -> float:
 def window(job: Job) -> float:
     """Share of a step's computation that collectives may go on behind.
 
-    FSDP2: all of it. DDP reduces behind the last backward alone (accelerate's `no_sync`).
-    Not with DeepSpeed 0.19.8: stage 0 reduces after the last backward (runtime/engine.py); stages 1 and 2 keep backward
-    waiting for each reduction although overlap_comm is on (zero/stage_1_and_2.py `average_tensor`, DeepSpeed#8364), and
-    gather after the step; stage 3 gathers ahead, but in published times nothing of its collectives is hidden.
+    FSDP2: all of it. DDP: the last backward (accelerate's `no_sync`).
+    DeepSpeed 0.19.8: nothing. Stage 0 reduces after backward (runtime/engine.py). Stages 1 and 2 let backward wait for
+    each reduction (zero/stage_1_and_2.py `average_tensor`, DeepSpeed#8364). Stage 3 hides nothing in published times.
     """
     if job.ds_config is not None:
         return 0
@@ -283,8 +282,8 @@ def window(job: Job) -> float:
 def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> float:
     """Seconds for the host link, for Adam on the CPU, and for NVMe; all ranks of a node share the last two.
 
-    NVMe: a step reads and writes the optimizer's 12 bytes a parameter and its gradient (4), reads the parameters (2)
-    for each forward and backward, and writes them once. Nothing is taken to overlap.
+    NVMe: a step reads and writes 12 bytes of optimizer and 4 of gradient a parameter, reads its 2 for each forward and
+    backward, and writes them once. Nothing overlaps.
     """
     zero = job.zero
     here = job.ranks_per_node

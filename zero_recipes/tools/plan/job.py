@@ -11,8 +11,9 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Self
 
 import yaml
@@ -22,7 +23,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos, read_json_mapping
 from zero_recipes.config.recipe import Recipe, RowLengths, Settings, stated
-from zero_recipes.core.files import at_hand
+from zero_recipes.core.files import at_hand, package_yaml
 from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
 from zero_recipes.tools.plan.cache import cached
@@ -35,33 +36,11 @@ ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offloa
 ON_SEVERAL = ("zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", FSDP)  # GPUs: one has nobody to share with
 ON_DISK = ("zero3_offload_infinity", "zero3_infinity")
 EVERY = (*ALL, *ON_SEVERAL, *ON_DISK, "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")  # `--strategies all`
-# keys of a recipe that no prediction depends on
-NO_PART = {
-    "allow_keys",
-    "data_seed",
-    "dataset_name",
-    "eval_steps",
-    "ignore",
-    "learning_rate",
-    "logging_steps",
-    "max_steps",
-    "num_train_epochs",
-    "output_dir",
-    "overwrite",
-    "predict",
-    "resume_from_checkpoint",
-    "run_name",
-    "sample_max_new_tokens",
-    "sample_prompts",
-    "save_model",
-    "save_steps",
-    "seed",
-    "skip_plan",
-    "warmup_steps",
-}
 # those that a plan may change
 CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
+CHANGED += ("load_in_4bit", "bnb_4bit_quant_storage", "dtype")
 NO_FOLDER = "ZR233"  # the folder on NVMe is the machine's, and a plan is made elsewhere
+words = partial(package_yaml, __package__, "words.yaml")
 USELESS = ("ZR224", "ZR226")  # warnings: ZeRO++ on one node, which costs and saves nothing
 
 Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None without DeepSpeed}
@@ -169,7 +148,7 @@ class Job:
 
     def key(self, versions: dict[str, str]) -> str:
         """Name of the cached answer: a hash of everything that it depends on."""
-        settings = {key: value for key, value in vars(self.settings).items() if key not in NO_PART}
+        settings = {key: value for key, value in vars(self.settings).items() if key not in words()["no_part"]}
         dependencies = [vars(self) | {"settings": settings}, versions]
         return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -310,6 +289,8 @@ class PlanRequest:
 
     def _job(self, strategy: str, count: int) -> Job:
         job = job_of(self.recipe, self.config, strategy, self.strategies[strategy], count, self.gpus_per_node)
+        if "dtype" not in self.recipe.explicit:
+            job = in_own_dtype(job)
         evaluated = self.lengths and self.lengths.evaluated
         return replace(job, workspace=self.gpu.workspace_bytes, evaluated=evaluated)
 
@@ -407,6 +388,28 @@ def _files(name: str, kind: str) -> list[list[Any]]:
     return sorted([str(file), file.stat().st_mtime_ns] for file in (folder, *folder.rglob("*")) if file.exists())
 
 
+def in_own_dtype(job: Job) -> Job:
+    """Alone, frozen weights in bf16 if products are: TRL's default is fp32, which only DeepSpeed converts."""
+    if job.strategy == SINGLE and job.settings.use_peft and job.settings.precision == "bf16":
+        return job.changed(dtype="bfloat16")
+    return job
+
+
+def shares_nothing(job: Job) -> bool:
+    """Whether `check` warns that one process has nobody to share with (ZR138)."""
+    return job.world_size == 1 and bool(job.zero_stage) and not job.zero.offloads
+
+
+def warned(job: Job) -> bool:
+    """Whether `check` warns that a mask covers all packs of a micro batch (ZR464)."""
+    if job.settings.joined_by is None:
+        return False
+    from zero_recipes.checks.rules import packing
+
+    run = replace(_run_of(job), config=SimpleNamespace(**job.config))
+    return any(found.code == "ZR464" for found in packing(run))
+
+
 def why_not(job: Job) -> str | None:
     """What it would be refused for, or would gain nothing by."""
     zero = job.zero
@@ -414,12 +417,18 @@ def why_not(job: Job) -> str | None:
     if not (is_plus_plus or zero.on_nvme or zero.bf16_masters or zero.autocast):
         return None  # the others need no import of all checks
     from zero_recipes.checks.deepspeed_rules import strategy_findings
-    from zero_recipes.config.run import Run
-    from zero_recipes.config.strategy import Strategy
 
-    strategy = Strategy(zero.name, job.world_size, zero, "the ds_config")
-    environment = {"LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
-    for found in strategy_findings(Run(None, job.settings, {}, strategy, "cuda", environment)):
+    for found in strategy_findings(_run_of(job)):
         if found.code in USELESS or (found.level == "error" and found.code != NO_FOLDER):
             return f"{found.what} ({found.code})"
     return None
+
+
+def _run_of(job: Job) -> Any:
+    """For the rules of `check`."""
+    from zero_recipes.config.run import Run
+    from zero_recipes.config.strategy import Strategy
+
+    strategy = Strategy(job.zero.name, job.world_size, job.zero, "the ds_config")
+    environment = {"LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
+    return Run(None, job.settings, {}, strategy, "cuda", environment)

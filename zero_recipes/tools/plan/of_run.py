@@ -27,7 +27,7 @@ from zero_recipes.tools.plan.predict import BY_FORMULAS, Predict, Predictor, fit
 NAMED = 10**9  # bytes; less may be the process's own, by GPU and driver
 PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
 SOURCES = {"engine": "the simulated engine", "formulas": "textbook formulas"}
-STATUSES = {"fits": "fits into", "tight": "tightly fits into", "no": "does not fit into"}
+STATUSES = {"fits": "fits into", "tight": "may run out of memory with", "no": "does not fit into"}
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ from zero_recipes.tools.plan.job import Job
 from zero_recipes.tools.plan.simulator import parent as simulation
 
 Predict = Callable[[Job], Prediction]
-BY_FORMULAS = " uses formulas, because "  # in a note; a reason follows
+Progress = Callable[[Job, int], None]  # takes what was simulated, and how many are left
+BY_FORMULAS = " uses formulas, because "
 
 
 class Predictor:
@@ -42,7 +43,9 @@ class Predictor:
         missing = {}
         for job in jobs:
             key = job.key(versions())
-            reason = None if self.quick else simulation.not_simulated(job)
+            if key in self._known:
+                continue
+            reason = None if self.quick else simulation.not_simulated(job) or self._late()
             if self.quick or reason:
                 self._known[key] = by_formulas(job, reason)
                 continue
@@ -52,28 +55,40 @@ class Predictor:
                 missing[key] = job
         return missing
 
-    def prepare(self, jobs: Sequence[Job]) -> None:
+    def prepare(self, jobs: Sequence[Job], progress: Progress = lambda job, left: None) -> None:
         """Simulations run side by side. Raises Refusal."""
         missing = self.missing(jobs)
         if not missing:
             return
-        predictions = simulation.simulate(list(missing.values()), self.deadline)
-        for (key, job), prediction in zip(missing.items(), predictions, strict=True):
-            if not isinstance(prediction, str):
+        left = list(missing)
+
+        def ready(job: Job, prediction: Prediction | str) -> None:
+            key = job.key(versions())
+            left.remove(key)
+            if isinstance(prediction, str):
+                failed = f"its simulation failed ({prediction.splitlines()[-1]})"
+                self._known[key] = by_formulas(job, self._late() or failed)
+            else:
                 self._known[key] = prediction
                 keep(self._file(key), prediction.model_dump_json())
-                continue
-            reason = f"its simulation failed ({prediction.splitlines()[-1]})"
-            if time.monotonic() >= self.deadline:
-                reason = f"the simulations took longer than {self.seconds:.0f} s"
-            self._known[key] = by_formulas(job, reason)
+            progress(job, len(left))
+
+        simulation.simulate(list(missing.values()), self.deadline, ready)
+
+    def _late(self) -> str | None:
+        if time.monotonic() >= self.deadline:
+            return f"the simulations took longer than {self.seconds:.0f} s"
+        return None
+
+    def known(self, job: Job) -> Prediction:
+        """So far, else by formulas."""
+        return self._known.get(job.key(versions())) or by_formulas(job, None)
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}.json"
 
 
 def by_formulas(job: Job, reason: str | None) -> Prediction:
-    """`reason`: why the engine was not simulated."""
     prediction = predict_by_formulas(job)
     if reason is None:
         return prediction
@@ -103,8 +118,6 @@ class Fit:
 
 
 def fit_of(prediction: Prediction, capacity: int, host: int | None = None, nvme: int | None = None) -> Fit:
-    """`host`, `nvme`: of each machine, None where not known."""
-
     def lacks(needed: int | None, there: int | None) -> int:
         return 0 if there is None else max(0, (needed or 0) - there)
 

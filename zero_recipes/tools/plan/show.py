@@ -14,7 +14,7 @@ from zero_recipes.core.units import count, duration, money, percent, size
 from zero_recipes.core.zero_paper import paper_volume
 from zero_recipes.tools.plan.choose import Change, Recommendation, Row, fewest_gpus
 from zero_recipes.tools.plan.cost import Cost, Range, cost, estimate, how_good
-from zero_recipes.tools.plan.job import Job, PlanRequest
+from zero_recipes.tools.plan.job import Job, PlanRequest, shares_nothing, words
 from zero_recipes.tools.plan.predict import BY_FORMULAS
 
 PARTS = {
@@ -27,14 +27,6 @@ PARTS = {
     "other": "Other",
 }
 SOURCES = {"engine": "the simulated engine", "formulas": "formulas"}
-NOTES = [
-    "Peak: live tensors on the fullest GPU; the columns up to Other are its parts. GPU memory: from the peak with CUDA "
-    "and NCCL up to what nine of ten published runs stayed below. Tight: only the low end fits, and the allocator must "
-    "empty its cache. Margin: free memory at the low end. Other programs on the GPU are not counted.",
-    "Host: memory per machine while loading / training / resuming. Disk: the model / a resumable checkpoint. NVMe: "
-    "swap files per machine. Comm.: an all-reduce counts twice.",
-    "Memory is for rows of max_length.",
-]
 
 
 def in_seconds(seconds: float) -> str:
@@ -58,6 +50,7 @@ class Answer:
     machines: Sequence[Recommendation]
     advice: Recommendation  # one of them
     lighter: Mapping[str, Row]  # LoRA and QLoRA in place of the recipe's training, on the GPUs of `advice`
+    better: Row | None  # what to run in place of the row that `advice` chose
     price: float | None  # of one GPU for one hour
 
     def cost(self, row: Row) -> Cost:
@@ -65,12 +58,18 @@ class Answer:
 
     @property
     def recommended(self) -> Row:
-        """The chosen row or the change; the first row where nothing fits."""
+        """The first there is; a row where nothing fits."""
         change = self.advice.change
+        if self.better:
+            return self.better
         if change is None:
             return self.advice.chosen or self.advice.rows[0]
         speed = estimate(change.job, change.prediction, self.request.gpu, rows=self.request.lengths)
         return Row(change.job, change.prediction, change.fit, speed)
+
+    @property
+    def job(self) -> Job | None:
+        return self.advice.job and self.recommended.job
 
 
 def document(answer: Answer) -> dict[str, Any]:
@@ -95,8 +94,9 @@ def document(answer: Answer) -> dict[str, Any]:
         "not_planned": answer.excluded,
         "smallest_machine": fewest_gpus(answer.rows),
         "lighter": answer.lighter,
+        "better": answer.better,
         "bottom_line": bottom_line(answer),
-        "recommendation": answer.advice.job,
+        "recommendation": answer.job,
         "notes": notes(answer),
     }
     return json.loads(json.dumps(content, default=plain))
@@ -104,7 +104,7 @@ def document(answer: Answer) -> dict[str, Any]:
 
 def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
     """(those naming the row, the others that are not empty)."""
-    named = [Column("Strategy", lambda row: row.job.strategy), Column("Fits", _status)]
+    named = [Column("Strategy", lambda row: row.job.strategy), Column("Memory", _status)]
     columns = [
         Column("Margin", _margin),
         Column("Peak", lambda row: size(row.prediction.allocated_peak_bytes)),
@@ -123,10 +123,10 @@ def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
 
 def _status(row: Row) -> str:
     if row.fit.host_lacks:
-        return "no: host"
+        return "host too small"
     if row.fit.nvme_lacks:
-        return "no: NVMe"
-    return "yes" if row.fit.status == "fits" else row.fit.status
+        return "NVMe too small"
+    return {"fits": "fits", "tight": "may run out", "no": "does not fit"}[row.fit.status]
 
 
 def _margin(row: Row) -> str:
@@ -160,7 +160,7 @@ def notes(answer: Answer) -> list[str]:
     rows = answer.advice.rows
     excluded = answer.excluded.get(rows[0].job.world_size, {})
     return [
-        *NOTES,
+        *words()["notes"],
         how_good(answer.recommended.job, answer.request.gpu),
         _row_lengths(answer.request, rows[0]),
         *(f"Not planned: {name}: {why}." for name, why in excluded.items()),
@@ -195,19 +195,27 @@ def _of_fits(rows: Iterable[Row]) -> list[str]:
 
 
 def change_in_words(change: Change) -> str:
+    return difference(change.start, change.job)
+
+
+def difference(old: Job, new: Job) -> str:
     """What is set otherwise: "zero3 and activation checkpointing"."""
-    before = change.start.settings
-    after = change.job.settings
+    before = old.settings
+    after = new.settings
     parts = []
-    if change.job.strategy != change.start.strategy:
-        parts.append(change.job.strategy)
-    if after.use_peft and not before.use_peft:
+    if new.strategy != old.strategy:
+        parts.append(new.strategy)
+    if after.load_in_4bit and not before.load_in_4bit:
+        parts.append("QLoRA")
+    elif after.use_peft and not before.use_peft:
         parts.append("LoRA (use_peft: true)")
-    if change.job.recomputes and not change.start.recomputes:
+    if new.recomputes and not old.recomputes:
         parts.append("activation checkpointing")
     batch = after.per_device_train_batch_size
     if batch != before.per_device_train_batch_size:
-        parts.append(f"micro batches of {batch} with {after.gradient_accumulation_steps} accumulation steps")
+        passes = after.gradient_accumulation_steps
+        accumulation = f"with {passes} accumulation steps" if passes > 1 else "without accumulation"
+        parts.append(f"micro batches of {batch} {accumulation}")
     return " and ".join(parts)
 
 
@@ -218,14 +226,16 @@ def reasons(advice: Recommendation) -> list[str]:
         sentences.append(f"{others} would also fit, but with different arithmetic: other losses.")
     if advice.chosen:
         sentences.append(f"{advice.chosen.job.strategy} is recommended: {_why_chosen(advice)}.")
+        if shares_nothing(advice.chosen.job):
+            sentences.append("One GPU has nobody to share with (ZR138), but nothing else leaves room.")
     return sentences
 
 
 def _why_chosen(advice: Recommendation) -> str:
     if len(advice.as_fast) < 2:
         return "it is the fastest that fits"
-    why = "it is the lowest with room left" if advice.chosen.fit.status == "fits" else "it leaves the most room"
-    return f"{_names(advice.as_fast)} are equally fast within the estimate's error; {why}"
+    why = "the lowest with room" if advice.chosen.fit.status == "fits" else "the roomiest"
+    return f"it is {why} of {_names(advice.as_fast)}, equally fast within the estimate's error"
 
 
 def _names(rows: Sequence[Row]) -> str:
@@ -240,8 +250,10 @@ def bottom_line(answer: Answer) -> str:
     if advice.change:
         verdict = f"Nothing fits {machine} with the unchanged recipe; {change_in_words(advice.change)} does"
     else:
-        fits = "fits" if advice.chosen.fit.status == "fits" else "tightly fits"
-        verdict = f"{advice.chosen.job.strategy} {fits} {machine}{_why_machine(answer)}"
+        row = answer.recommended
+        way = f" with {difference(advice.chosen.job, row.job)}" if answer.better else ""
+        fits = "fits" if row.fit.status == "fits" else "may run out of memory on"
+        verdict = f"{advice.chosen.job.strategy}{way} {fits} {machine}{_why_machine(answer)}"
     return f"{verdict}: {', '.join(_what_it_takes(answer))}."
 
 
@@ -270,9 +282,11 @@ def _why_machine(answer: Answer) -> str:
 def _what_it_takes(answer: Answer) -> list[str]:
     row = answer.recommended
     spent = answer.cost(row)
+    reserved = row.prediction.reserved_bytes
     parts = [
-        f"{size(row.fit.margin)} free on each GPU",
+        f"{_between((reserved.low, reserved.high), in_gigabytes, ' to ')} of {in_gigabytes(row.fit.capacity)} GB",
         f"{_between(row.speed.step_seconds, duration, ' to ')} per step",
+        f"about {_rate(row)} tokens/s",
     ]
     if spent.hours:
         parts.append(f"{_between(spent.hours, in_hours, ' to ')} for the run")
@@ -310,12 +324,15 @@ def short_rows(answer: Answer) -> list[NamedRow]:
     if advice.change:
         way = "LoRA" if advice.change.costliest == "LoRA" else "changed"
         other_ways[way] = answer.recommended
-    return [*map(named, rows), *(named(row, f", {way}") for way, row in other_ways.items())]
+    table = [*map(named, rows), *(named(row, f", {way}") for way, row in other_ways.items())]
+    if answer.better and answer.better not in answer.lighter.values():
+        table.append(NamedRow("as proposed", answer.better))
+    return table
 
 
 def short_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
-    """As `plan_columns`, of `short_rows`. Memory is the range that decides."""
-    named = [Column("Strategy", lambda named: named.name), Column("Fits", lambda named: _status(named.row))]
+    """As `plan_columns`, of `short_rows`."""
+    named = [Column("Strategy", lambda named: named.name), Column("Memory", lambda named: _status(named.row))]
     capacity = in_gigabytes(answer.request.gpu.memory_bytes)
     host = "Host\nGB"
     if answer.request.host:
@@ -348,7 +365,7 @@ def _limit(named: NamedRow, key: str) -> str:
 def _time_columns(answer: Answer) -> list[Column]:
     step = Column("Step", lambda named: _between(named.row.speed.step_seconds, in_seconds))
     if answer.price is None:
-        return [step, Column("Tokens/s\nabout", _rate)]
+        return [step, Column("Tokens/s\nabout", lambda named: _rate(named.row))]
     what, key = _priced(answer)
 
     def price(named: NamedRow) -> str:
@@ -357,15 +374,15 @@ def _time_columns(answer: Answer) -> list[Column]:
     return [step, Column(f"Price of\n{what}", price)]
 
 
-def _rate(named: NamedRow) -> str:
-    speed = named.row.speed
+def _rate(row: Row) -> str:
+    speed = row.speed
     per_second = speed.tokens_per_step / speed.middle
     return count(float(f"{per_second:.3g}"))
 
 
 def print_answer(answer: Answer, console: Console, verbose: bool = False) -> None:
     console.print(Text(bottom_line(answer), style="bold"))
-    job = answer.advice.job
+    job = answer.job
     if job:
         console.print(Text(f"\n{answer.request.command(job)}\n"), soft_wrap=True)
     named_rows = short_rows(answer)
@@ -379,7 +396,11 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
     else:
         quality = how_good(answer.recommended.job, answer.request.gpu)
         lines = [quality, f"{basis}. For parts, phases and caveats, use -v."]
-        own_notes = _of_predictions(row for _, row in named_rows)
-        lines += [note for note in own_notes if BY_FORMULAS in note]
+        by_reason = {}
+        for note in _of_predictions(row for _, row in named_rows):
+            strategy, by, reason = note.partition(BY_FORMULAS)
+            if by:
+                by_reason.setdefault(reason, []).append(strategy)
+        lines += [f"{', '.join(names)}: formulas, because {reason}" for reason, names in by_reason.items()]
     for line in lines:
         console.print(Text(line, style="dim"))

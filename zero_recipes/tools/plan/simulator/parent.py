@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any
@@ -59,8 +59,15 @@ def not_simulated(job: "Job") -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def simulate(jobs: Sequence["Job"], deadline: float = math.inf) -> list[Prediction | str]:
-    """Of jobs of one device; the error of one that fails, or is not ready by `deadline`, a time.monotonic()."""
+def simulate(
+    jobs: Sequence["Job"],
+    deadline: float = math.inf,
+    ready: Callable[["Job", Prediction | str], None] = lambda job, prediction: None,
+) -> list[Prediction | str]:
+    """Of jobs of one device; the error of one that fails, or is late. `deadline`: a time.monotonic().
+
+    `ready` is called with each.
+    """
     tasks = []  # (a job's index, its task)
     for index, job in enumerate(jobs):
         simulated = _own_sequences(job).as_dict()
@@ -68,11 +75,15 @@ def simulate(jobs: Sequence["Job"], deadline: float = math.inf) -> list[Predicti
     # stage 3 takes longest: no core is left alone with it at the end
     tasks.sort(key=lambda task: jobs[task[0]].zero_stage != 3)
     by_rank = [{} for _ in jobs]
+    found = {}
     answers = _answers([task for _, task in tasks], deadline)
     for number, answer in track(answers, "simulating", len(tasks), console=terminal(stderr=True), transient=True):
         index, task = tasks[number]
         by_rank[index][task["rank"]] = answer
-    return [_prediction(job, ranks) for job, ranks in zip(jobs, by_rank, strict=True)]
+        if len(by_rank[index]) == len(_ranks(jobs[index])):
+            found[index] = _prediction(jobs[index], by_rank[index])
+            ready(jobs[index], found[index])
+    return [found[index] for index in range(len(jobs))]
 
 
 def _own_sequences(job: "Job") -> "Job":
