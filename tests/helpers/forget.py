@@ -11,7 +11,7 @@ from datasets.packaged_modules.json import json as json_reader
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -31,6 +31,10 @@ REPLACED = (  # for good, with the first run that needs it
     (BaseTunerLayer, "_get_base_layer_device_and_dtype"),
     (PartitionedParameterCoordinator, "_invalidate_trace"),
     (stage3, "all_to_all_quant_reduce"),
+    (stage_1_and_2.DeepSpeedZeroOptimizer, "check_overflow"),
+    (stage_1_and_2.DeepSpeedZeroOptimizer, "unscale_and_clip_grads"),
+    (stage_1_and_2.DeepSpeedZeroOptimizer, "get_grad_norm_direct"),
+    (stage_1_and_2, "mask_nan_or_inf_with_val_inplace"),
     (trl_utils, "_use_triton"),
     (json_reader, "json_encode_field"),
     (json_reader, "json_encode_fields_in_json_lines"),

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as attend
@@ -21,6 +22,8 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
     if not strategy.is_deepspeed:
         return
     patch_timeouts(ddp_timeout)
+    if strategy.zero_stage in (1, 2):
+        quicken_stages_1_and_2()
     if strategy.zero_stage == 3:
         forget_releases_with_the_trace()
         keep_precision_of_new_adapters()
@@ -111,6 +114,63 @@ def patch_timeouts(seconds: int) -> None:
 
     new_group.unpatched = faulty
     TorchBackend.new_group = new_group
+
+
+def quicken_stages_1_and_2() -> None:
+    """Stages 1 and 2: look for what is not finite in the norm alone, and compute the norms by one call.
+
+    Losses, norms and skipped steps are the same. With offloaded gradients nothing changes.
+
+    Private: four parts of `step` (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py), which keep the device waiting.
+    `check_overflow` takes 13 kernels for each gradient, an all-reduce, and reads the result.
+    The norm of the same gradients is infinite or NaN then too, on all ranks, and `step` skips on it.
+    `unscale_and_clip_grads` reads the norm anew for each group of parameters, which `step` has accepted.
+    `get_grad_norm_direct` copies each gradient to fp64, and takes its norm by itself.
+    `mask_nan_or_inf_with_val_inplace` copies -1.0 from the host.
+    """
+    from deepspeed.runtime.zero import stage_1_and_2
+    from deepspeed.runtime.zero.utils import get_norm_dtype
+
+    optimizer = stage_1_and_2.DeepSpeedZeroOptimizer
+    check = optimizer.check_overflow
+    unscale = optimizer.unscale_and_clip_grads
+    direct = optimizer.get_grad_norm_direct
+    if hasattr(check, "unpatched"):
+        return
+
+    def norm_decides(self):
+        return self.check_grad_overflow and self.compute_grad_norm and not self.cpu_offload
+
+    def check_overflow(self, partition_gradients=True):
+        if not norm_decides(self):
+            check(self, partition_gradients)
+
+    def unscale_and_clip_grads(self, groups, norm):
+        accepted = contextlib.nullcontext()
+        if norm_decides(self):
+            accepted = patch.object(stage_1_and_2, "is_invalid_grad_norm", lambda norm: False)
+        with accepted:
+            unscale(self, groups, norm)
+
+    def mask_nan_or_inf_with_val_inplace(norm, device=None, val=-1.0):
+        norm.masked_fill_(~norm.isfinite(), val)
+
+    def get_grad_norm_direct(self, gradients, params, norm_type=2):
+        own = [grad for grad in gradients if not getattr(grad, "_zero_padding", False)]
+        if not own or norm_type != 2 or self.model_parallel_rank:
+            return direct(self, gradients, params, norm_type)
+        norms = torch._foreach_norm(own, 2, dtype=get_norm_dtype())
+        total = torch.stack(norms).pow(2).sum().float()
+        stage_1_and_2.dist.all_reduce(total, group=self.dp_process_group)
+        norm = total.pow(0.5)
+        mask_nan_or_inf_with_val_inplace(norm)
+        return norm
+
+    check_overflow.unpatched = check
+    optimizer.check_overflow = check_overflow
+    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+    optimizer.get_grad_norm_direct = get_grad_norm_direct
+    stage_1_and_2.mask_nan_or_inf_with_val_inplace = mask_nan_or_inf_with_val_inplace
 
 
 def keep_precision_of_new_adapters() -> None:
