@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer import utils as trl_utils
 
 from zero_recipes.core.process import remember_signals
-from zero_recipes.engine import patches
+from zero_recipes.engine import attention
 from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.deepspeed import COLLECTIVES, communication_backend
 
@@ -49,7 +49,8 @@ def forget_last_run() -> None:
     remember_signals(False)
     for owner, name, original in ORIGINALS:
         setattr(owner, name, original)
-    patches.attend_by_row(False)
+    attention.attend_by_row(False)
+    attention.allow_cudnn("cuda", True)
     if multiply_in_fp32.cache_info().currsize:
         multiply_in_fp32()._destroy()
         multiply_in_fp32.cache_clear()

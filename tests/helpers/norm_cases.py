@@ -1,4 +1,4 @@
-"""Cases of tests/helpers/group.py: steps of DeepSpeed's optimizer of stages 1 and 2 with gradients that are not finite."""
+"""Cases of tests/helpers/group.py: steps of DeepSpeed's stages 1 and 2 with gradients that are not finite."""
 
 import deepspeed
 import torch

@@ -156,6 +156,12 @@ def has_quantizable_layers(model: nn.Module) -> bool:
     return any(type(m) in (nn.Linear, Conv1D) and name not in kept for name, m in model.named_modules())
 
 
+def told_where_rows_begin() -> set[str]:
+    """Types of models whose layers are told where a pack's rows begin: no mask is made (engine/attention.py)."""
+    kinds = options()["packing"]
+    return {*kinds["apart"]} - {*kinds["not_told"]}
+
+
 def packing(run: Run) -> Iterator[Finding]:
     """Whether rows that share one sequence see each other, and what that costs."""
     settings = run.settings
@@ -176,7 +182,11 @@ def packing(run: Run) -> Iterator[Finding]:
         yield finding("ZR460", key=key, kind=kind)
     rows = settings.per_device_train_batch_size
     tokens = rows * (settings.max_length or 0)
-    if settings.attn_implementation in (None, "sdpa", "eager") and rows > 1 and tokens >= QUADRATIC:
+    masked = settings.attn_implementation == "eager"
+    if settings.attn_implementation in (None, "sdpa"):
+        without_kernel = settings.torch_compile or (run.device == "cuda" and run.precision == "fp32")
+        masked = without_kernel or kind not in told_where_rows_begin()
+    if masked and rows > 1 and tokens >= QUADRATIC:
         yield finding("ZR464", key=key, rows=rows, tokens=tokens)
 
 

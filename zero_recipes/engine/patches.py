@@ -9,9 +9,7 @@ from datetime import timedelta
 from unittest.mock import patch
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention as attend
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers import PreTrainedModel
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.engine.deepspeed import is_partitioned, set_adam_step
@@ -366,47 +364,3 @@ def score_supervised_positions_only(wanted: bool) -> None:
 
     _use_triton.unpatched = unpatched
     utils._use_triton = _use_triton
-
-
-def attend_by_row(wanted: bool) -> None:
-    """Have sdpa compute a pack row by row; `wanted` false: under a mask, as transformers does.
-
-    For the whole process. The last call counts.
-    torch's kernel for CPUs also computes scores that a mask hides: the square of the pack.
-
-    Public: AttentionInterface; private: `sdpa_attention_forward` (transformers 5.23, integrations/sdpa_attention.py).
-    """
-    AttentionInterface.register("sdpa", _by_row if wanted else sdpa_attention_forward)
-
-
-def _by_row(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **keywords):
-    lengths = None
-    if attention_mask is not None and query.device.type == "cpu":
-        lengths = _rows_of(attention_mask)
-    if lengths is None or keywords.get("position_bias") is not None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **keywords
-        )
-    # torch's own way for shared keys and values has no fast kernel on CPUs
-    groups = query.shape[1] // key.shape[1]
-    queries = query.split(lengths, dim=2)
-    keys = repeat_kv(key, groups).split(lengths, dim=2)
-    values = repeat_kv(value, groups).split(lengths, dim=2)
-    outputs = []
-    for row in zip(queries, keys, values, strict=True):
-        outputs.append(attend(*row, dropout_p=dropout, scale=scaling, is_causal=True))
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _rows_of(mask: torch.Tensor) -> list[int] | None:
-    """Lengths of a pack's rows, if each position sees only its own row up to itself."""
-    if mask.dtype != torch.bool or mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3]:
-        return None
-    if not hasattr(mask, "rows_of_pack"):  # all layers have the same mask
-        begins = (~mask[0, 0].diagonal(-1)).cumsum(0)
-        row = torch.nn.functional.pad(begins, (1, 0))  # row of each position
-        within = (row[:, None] == row).tril()
-        mask.rows_of_pack = None
-        if row[-1] and torch.equal(within, mask[0, 0]):
-            mask.rows_of_pack = row.bincount().tolist()
-    return mask.rows_of_pack
