@@ -34,7 +34,6 @@ REPLACED = (  # for good, with the first run that needs it
     (stage_1_and_2.DeepSpeedZeroOptimizer, "check_overflow"),
     (stage_1_and_2.DeepSpeedZeroOptimizer, "unscale_and_clip_grads"),
     (stage_1_and_2.DeepSpeedZeroOptimizer, "get_grad_norm_direct"),
-    (stage_1_and_2, "mask_nan_or_inf_with_val_inplace"),
     (trl_utils, "_use_triton"),
     (json_reader, "json_encode_field"),
     (json_reader, "json_encode_fields_in_json_lines"),

@@ -157,7 +157,7 @@ def has_quantizable_layers(model: nn.Module) -> bool:
 
 
 def told_where_rows_begin() -> set[str]:
-    """Types of models whose layers are told where a pack's rows begin: no mask is made (engine/attention.py)."""
+    """Model types whose packs need no mask (engine/attention.py)."""
     kinds = options()["packing"]
     return {*kinds["apart"]} - {*kinds["not_told"]}
 
@@ -182,11 +182,9 @@ def packing(run: Run) -> Iterator[Finding]:
         yield finding("ZR460", key=key, kind=kind)
     rows = settings.per_device_train_batch_size
     tokens = rows * (settings.max_length or 0)
-    masked = settings.attn_implementation == "eager"
-    if settings.attn_implementation in (None, "sdpa"):
-        without_kernel = settings.torch_compile or (run.device == "cuda" and run.precision == "fp32")
-        masked = without_kernel or kind not in told_where_rows_begin()
-    if masked and rows > 1 and tokens >= QUADRATIC:
+    has_kernel = run.precision != "fp32" and not settings.torch_compile and kind in told_where_rows_begin()
+    masked = ("eager",) if has_kernel else ("eager", "sdpa", None)
+    if settings.attn_implementation in masked and rows > 1 and tokens >= QUADRATIC:
         yield finding("ZR464", key=key, rows=rows, tokens=tokens)
 
 

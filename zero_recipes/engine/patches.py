@@ -119,12 +119,11 @@ def quicken_stages_1_and_2() -> None:
 
     Losses, norms and skipped steps are the same. With offloaded gradients nothing changes.
 
-    Private: four parts of `step` (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py), which keep the device waiting.
+    Private: three parts of `step` (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py).
     `check_overflow` takes 13 kernels for each gradient, an all-reduce, and reads the result.
     The norm of the same gradients is infinite or NaN then too, on all ranks, and `step` skips on it.
     `unscale_and_clip_grads` reads the norm anew for each group of parameters, which `step` has accepted.
-    `get_grad_norm_direct` copies each gradient to fp64, and takes its norm by itself.
-    `mask_nan_or_inf_with_val_inplace` copies -1.0 from the host.
+    `get_grad_norm_direct` copies each gradient to fp64, takes its norm by itself, and copies -1.0 from the host.
     """
     from deepspeed.runtime.zero import stage_1_and_2
     from deepspeed.runtime.zero.utils import get_norm_dtype
@@ -150,9 +149,6 @@ def quicken_stages_1_and_2() -> None:
         with accepted:
             unscale(self, groups, norm)
 
-    def mask_nan_or_inf_with_val_inplace(norm, device=None, val=-1.0):
-        norm.masked_fill_(~norm.isfinite(), val)
-
     def get_grad_norm_direct(self, gradients, params, norm_type=2):
         own = [grad for grad in gradients if not getattr(grad, "_zero_padding", False)]
         if not own or norm_type != 2 or self.model_parallel_rank:
@@ -161,14 +157,12 @@ def quicken_stages_1_and_2() -> None:
         total = torch.stack(norms).pow(2).sum().float()
         stage_1_and_2.dist.all_reduce(total, group=self.dp_process_group)
         norm = total.pow(0.5)
-        mask_nan_or_inf_with_val_inplace(norm)
-        return norm
+        return norm.masked_fill_(~norm.isfinite(), -1.0)
 
     check_overflow.unpatched = check
     optimizer.check_overflow = check_overflow
     optimizer.unscale_and_clip_grads = unscale_and_clip_grads
     optimizer.get_grad_norm_direct = get_grad_norm_direct
-    stage_1_and_2.mask_nan_or_inf_with_val_inplace = mask_nan_or_inf_with_val_inplace
 
 
 def keep_precision_of_new_adapters() -> None:

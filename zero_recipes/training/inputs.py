@@ -70,6 +70,8 @@ def load_model(run: Run, inputs: Inputs, clock: PhaseClock) -> PreTrainedModel:
 
 def _set_up_libraries(run: Run, arguments: SFTConfig) -> None:
     settings = run.settings
+    if "logging_nan_inf_filter" not in run.explicit:
+        arguments.logging_nan_inf_filter = False  # it waits for the loss of each micro batch
     patches.patch_libraries(run.strategy, settings.ddp_timeout)
     patches.score_supervised_positions_only(settings.supervised_logits_only)
     attention.allow_cudnn(run.device, settings.cudnn_attention)
