@@ -94,7 +94,9 @@ class _Operators(TorchDispatchMode):
         by_mask = packet is aten.index and any(
             index is not None and index.dtype == torch.bool for index in arguments[1]
         )
-        if packet in READING or by_mask:
+        # a Python number as a tensor, such as DDP's divisor, is no result of the device
+        is_number = packet is aten._local_scalar_dense and arguments[0].dtype == torch.float64
+        if (packet in READING and not is_number) or by_mask:
             costs.wait()
         return operator(*arguments, **(keywords or {}))
 
@@ -113,30 +115,36 @@ class _Calls(TorchFunctionMode):
         return function(*arguments, **keywords)
 
 
+def clocks() -> tuple[float, float]:
+    """Seconds on the clock, and of the processor for this process: other work on the machine takes none of those."""
+    return time.perf_counter(), time.process_time()
+
+
 class WatchSteps(TrainerCallback):
     """Counts the last `counted` steps, each from the end of the one before it, and times those before them."""
 
     def __init__(self, counted: int):
         self.counted = counted
-        self.seconds: list[float] = []
+        self.seconds: list[tuple[float, float]] = []  # on the clock, and of the processor
         self.costs: list[Costs] = []
-        self.began = 0.0
+        self.began = (0.0, 0.0)
         self.open = contextlib.ExitStack()
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.began = time.perf_counter()
+        self.began = clocks()
 
     def on_step_end(self, args, state, control, **kwargs):
         left = state.max_steps - state.global_step
         self.open.close()
         if left >= self.counted:
-            self.seconds.append(time.perf_counter() - self.began)
+            now = clocks()
+            self.seconds.append((now[0] - self.began[0], now[1] - self.began[1]))
         elif not left:
             return
         if left <= self.counted:
             self.costs.append(Costs())
             self.open.enter_context(self.costs[-1].counted())
-        self.began = time.perf_counter()
+        self.began = clocks()
 
 
 @contextlib.contextmanager
