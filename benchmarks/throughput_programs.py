@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTTrainer
 
-from zero_recipes.engine import patches
+from zero_recipes.engine import attention, patches
 
 Batch = dict[str, torch.Tensor]
 READ_BY_A_MODEL = ("input_ids", "attention_mask", "position_ids")
@@ -231,7 +231,7 @@ def run(program: str, job: dict, turn: Callable[[], None] = lambda: None) -> dic
     torch.manual_seed(0)
     seen = Seen(job["device"], turn)
     patches.score_supervised_positions_only(False)  # what the recipe had of them before is no other program's
-    patches.attend_by_row(False)
+    attention.attend_by_row(False)
     if program in job:
         of_trainer(job, seen, program)
     if program == "recipe":

@@ -1,19 +1,21 @@
 """Packing: which architectures let packed rows see each other, by their losses and by their gradients."""
 
+import contextlib
 from itertools import chain
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests.helpers import flash_stand_in, step_cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import write_recipe, write_rows
 from tests.helpers.tools import before
-from zero_recipes.checks.rules import options
-from zero_recipes.engine import patches
+from zero_recipes.checks.rules import options, told_where_rows_begin
+from zero_recipes.engine import attention
 
 KINDS = options()["packing"]
 FLASH = "kernels-community/flash-attn2"
@@ -95,6 +97,24 @@ def test_a_packed_row_changes_no_loss_and_no_gradient_of_the_next(kind):
     assert seen_of_the_row_before(tiny_model(kind, attention_of(kind))) < 1e-4
 
 
+TOLD = told_where_rows_begin()
+
+
+@contextlib.contextmanager
+def by_row(kernel=None):
+    """Packs are computed row by row within, on CUDA's way by a `kernel`. Yields how often a mask is made."""
+    masks = []
+    attention.attend_by_row(True, TOLD)
+    try:
+        with before(masking_utils, "sdpa_mask", lambda **_: masks.append(1)), contextlib.ExitStack() as on_cuda:
+            if kernel is not None:
+                on_cuda.enter_context(mock.patch.object(attention, "varlen_attn", kernel))
+                on_cuda.enter_context(mock.patch.object(attention, "kernel_takes", lambda *_: True))
+            yield masks
+    finally:
+        attention.attend_by_row(False)
+
+
 @pytest.mark.parametrize("kind", [kind if kind in USUAL else grid(kind) for kind in KINDS["apart"]])
 def test_on_a_cpu_each_row_of_a_pack_attends_by_itself(kind):
     model, rows = tiny_model(kind, attention_of(kind)), [[5, 6, 7, 8, 9], [10], [11, 12]]
@@ -102,15 +122,41 @@ def test_on_a_cpu_each_row_of_a_pack_attends_by_itself(kind):
     if kind == "gemma3_text":  # the first of its two layers does not see the whole row
         model.config.sliding_window = 2
     expected, computed = gradients(model, rows, supervised), []
-    patches.attend_by_row(True)
-    try:
-        with before(patches, "attend", lambda query, *_, **__: computed.append(query.shape[2])):
-            found = gradients(model, rows, supervised)
-    finally:
-        patches.attend_by_row(False)
+    with by_row() as masks, before(attention, "attend", lambda query, *_, **__: computed.append(query.shape[2])):
+        found = gradients(model, rows, supervised)
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=1e-4)
-    assert computed[:3] == ([5, 1, 2] if attention_of(kind) == "sdpa" else [])
+    is_sdpa = attention_of(kind) == "sdpa"
+    assert computed[:3] == ([5, 1, 2] if is_sdpa else [])
+    assert bool(masks) != (is_sdpa and kind in TOLD)
+
+
+def row_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """torch's varlen_attn, which has no kernel for CPUs. Its arguments: (tokens, heads, size)."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and max_q == max_k == int(cu_seq_q.diff().max())
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert window_size[1] == 0 and {tensor.stride(-1) for tensor in (query, key, value)} == {1}
+    options = {"cu_seqlens_q": cu_seq_q, "softmax_scale": scale, "causal": True, "window_size": window_size}
+    return flash_stand_in.flash_attn_varlen_func(query, key, value, **options)
+
+
+@pytest.mark.parametrize("kind", [kind if kind in USUAL else grid(kind) for kind in sorted(TOLD)])
+def test_the_kernel_for_rows_is_given_the_boundaries_and_no_mask(kind):
+    """With a kernel of torch's in its place: no GPU has run the real one here."""
+    if attention_of(kind) != "sdpa":
+        pytest.skip("no sdpa")
+    model, rows = tiny_model(kind, "sdpa"), [[5, 6, 7, 8, 9], [10], [11, 12]]
+    if getattr(model.config, "sliding_window", None):
+        model.config.sliding_window = 2
+    expected = gradients(model, rows, [True, False, True])
+    with by_row(row_kernel) as masks:
+        found = gradients(model, rows, [True, False, True])
+        assert seen_of_the_row_before(model) < 1e-4
+        alone = gradients(model, [[5, 6, 7, 8, 9]], [True])
+    assert not masks
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=1e-4)
+    assert alone[0] == pytest.approx(gradients(model, [[5, 6, 7, 8, 9]], [True])[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss", *map(grid, ("gpt_neox", "gemma2", "afmoe", "biogpt", "opt"))])

@@ -11,7 +11,7 @@ from datasets.packaged_modules.json import json as json_reader
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer import utils as trl_utils
 
 from zero_recipes.core.process import remember_signals
-from zero_recipes.engine import patches
+from zero_recipes.engine import attention
 from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.deepspeed import COLLECTIVES, communication_backend
 
@@ -31,6 +31,9 @@ REPLACED = (  # for good, with the first run that needs it
     (BaseTunerLayer, "_get_base_layer_device_and_dtype"),
     (PartitionedParameterCoordinator, "_invalidate_trace"),
     (stage3, "all_to_all_quant_reduce"),
+    (stage_1_and_2.DeepSpeedZeroOptimizer, "check_overflow"),
+    (stage_1_and_2.DeepSpeedZeroOptimizer, "unscale_and_clip_grads"),
+    (stage_1_and_2.DeepSpeedZeroOptimizer, "get_grad_norm_direct"),
     (trl_utils, "_use_triton"),
     (json_reader, "json_encode_field"),
     (json_reader, "json_encode_fields_in_json_lines"),
@@ -45,7 +48,8 @@ def forget_last_run() -> None:
     remember_signals(False)
     for owner, name, original in ORIGINALS:
         setattr(owner, name, original)
-    patches.attend_by_row(False)
+    attention.attend_by_row(False)
+    attention.allow_cudnn("cuda", True)
     if multiply_in_fp32.cache_info().currsize:
         multiply_in_fp32()._destroy()
         multiply_in_fp32.cache_clear()

@@ -18,7 +18,7 @@ from tests.helpers.cases import train
 from tests.helpers.ending_cases import ending
 from tests.helpers.tiny import ROOT
 from tests.helpers.tools import before, without_rules
-from zero_recipes.engine import patches
+from zero_recipes.engine import attention, patches
 from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.deepspeed import base_optimizer, flat_masters
 from zero_recipes.training import token_loss
@@ -193,4 +193,4 @@ def fresh_adam() -> dict:
 
 def train_and_see_attention(argv: list[str]) -> dict:
     """`train`, and whether sdpa took packs apart."""
-    return train(argv) | {"by_row": AttentionInterface()["sdpa"] is patches._by_row}
+    return train(argv) | {"by_row": AttentionInterface()["sdpa"] is attention._by_row}

@@ -151,6 +151,12 @@ def has_quantizable_layers(model: nn.Module) -> bool:
     return any(type(m) in (nn.Linear, Conv1D) and name not in kept for name, m in model.named_modules())
 
 
+def told_where_rows_begin() -> set[str]:
+    """Model types whose packs need no mask (engine/attention.py)."""
+    kinds = options()["packing"]
+    return {*kinds["apart"]} - {*kinds["not_told"]}
+
+
 def packing(run: Run) -> Iterator[Finding]:
     """Whether rows that share one sequence see each other, and what that costs."""
     settings = run.settings
@@ -171,7 +177,9 @@ def packing(run: Run) -> Iterator[Finding]:
         yield finding("ZR460", key=key, kind=kind)
     rows = settings.per_device_train_batch_size
     tokens = rows * (settings.max_length or 0)
-    if settings.attn_implementation in (None, "sdpa", "eager") and rows > 1 and tokens >= QUADRATIC:
+    has_kernel = run.precision != "fp32" and not settings.torch_compile and kind in told_where_rows_begin()
+    masked = ("eager",) if has_kernel else ("eager", "sdpa", None)
+    if settings.attn_implementation in masked and rows > 1 and tokens >= QUADRATIC:
         yield finding("ZR464", key=key, rows=rows, tokens=tokens)
 
 

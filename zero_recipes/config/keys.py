@@ -49,6 +49,7 @@ class RecipeArguments:
     stop_after_nonfinite_steps: int = 3
     token_metrics: str = "logging_steps"
     supervised_logits_only: bool = False
+    cudnn_attention: bool = False
     nvme_path: str | None = None
     ignore: list[str] | None = None
     overwrite: bool = False

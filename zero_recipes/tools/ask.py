@@ -18,6 +18,7 @@ from zero_recipes.config.run import choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
 from zero_recipes.data.load import PADDING_TOKENS
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
+from zero_recipes.engine.attention import allow_cudnn
 from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.model import load_config, load_model
 from zero_recipes.tools.verify import TOKENIZER, verify
@@ -42,6 +43,7 @@ def ask(arguments: argparse.Namespace) -> int:
     if device == "cpu":
         multiply_in_fp32()  # as its run did
     target = find_target(arguments.model, arguments.base, arguments.overrides, arguments.trust_remote_code)
+    allow_cudnn(device, target.settings.cudnn_attention)
     tokenizer = load_tokenizer(target)
     samples = read_questions(target, tokenizer)
     written = _output_dir(arguments.output_dir, target) / SAMPLES

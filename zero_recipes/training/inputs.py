@@ -12,12 +12,13 @@ from zero_recipes import model as models
 from zero_recipes.checkpoint.compatibility import refuse_other_data
 from zero_recipes.checks.predicted import planning
 from zero_recipes.checks.preflight import resolved_ds_config
+from zero_recipes.checks.rules import told_where_rows_begin
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import library_error_as_finding
 from zero_recipes.core.process import PhaseClock
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
-from zero_recipes.engine import fsdp, patches
+from zero_recipes.engine import attention, fsdp, patches
 from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.group import once
 from zero_recipes.engine.huggingface import attention_name
@@ -66,9 +67,14 @@ def load_model(run: Run, inputs: Inputs, clock: PhaseClock) -> PreTrainedModel:
 
 def _set_up_libraries(run: Run, arguments: SFTConfig) -> None:
     settings = run.settings
+    if "logging_nan_inf_filter" not in run.explicit:
+        arguments.logging_nan_inf_filter = False  # it waits for the loss of each micro batch
     patches.patch_libraries(run.strategy, settings.ddp_timeout)
     patches.score_supervised_positions_only(settings.supervised_logits_only)
-    patches.attend_by_row(run.device == "cpu" and settings.joined_by and not settings.torch_compile)
+    attention.allow_cudnn(run.device, settings.cudnn_attention)
+    packs = settings.joined_by is not None and not settings.torch_compile
+    by_row = packs and attention.has_row_kernel(run.device, run.precision)
+    attention.attend_by_row(by_row, told_where_rows_begin())
     if run.device == "cpu":
         multiply_in_fp32()
     if run.strategy.is_fsdp:

@@ -344,8 +344,14 @@ class ZeroSFTTrainer(SFTTrainer):
             return loss
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
+    def _clip_grad_norm(self, model):
+        return None if self.is_deepspeed_enabled else super()._clip_grad_norm(model)  # the engine clips
+
     def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.is_deepspeed_enabled:  # accelerate and transformers would wait for it
+            norm = self.model_wrapped.get_global_grad_norm()
+        else:
+            norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:  # DeepSpeed keeps none at stage 0 in fp32 (engine.py `clip_fp32_gradients`)
             self.stage_metrics.add_norm(norm)
         return norm

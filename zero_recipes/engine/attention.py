@@ -1,0 +1,113 @@
+"""Attention within the rows of a pack, without a mask.
+
+A mask has the square of a pack's tokens. It rules flash attention out on CUDA.
+torch's kernel for CPUs also computes the scores that it hides.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention as attend
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+_FIND_ROWS = masking_utils.find_packed_sequence_indices
+
+
+def allow_cudnn(device: str, wanted: bool) -> None:
+    """Whether sdpa may take cuDNN's attention on CUDA.
+
+    On Hopper torch 2.13 takes it first. It builds a plan for every new shape (aten/src/ATen/native/cudnn/MHA.cpp):
+    packs and padded batches have a new one in each step. The same fault: modelscope/FunASR#3704.
+    """
+    if device == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(wanted)
+
+
+def has_row_kernel(device: str, precision: str) -> bool:
+    """Flash attention needs Ampere."""
+    return device == "cpu" or (precision != "fp32" and torch.cuda.get_device_capability() >= (8, 0))
+
+
+def attend_by_row(wanted: bool, told: Collection[str] = ()) -> None:
+    """Have sdpa compute a pack row by row; `wanted` false: under a mask, as transformers does.
+
+    `told`: types of models that hand TRL's `cu_seq_lens_q` on to sdpa. Packs of others keep their mask.
+    For the whole process. The last call counts.
+
+    Private: `sdpa_attention_forward`, `find_packed_sequence_indices` (transformers 5.23, masking_utils.py).
+    The latter waits for the device in every step: it asks whether there is a second row.
+    """
+
+    def mask(config=None, **keywords):
+        if config.model_type in told and _is_of_pack(**keywords):
+            window = keywords.get("local_size") or 0
+            return torch.empty(1, 1, 0, window, dtype=torch.bool, device=keywords["device"])
+        return masking_utils.sdpa_mask(config=config, **keywords)
+
+    AttentionInterface.register("sdpa", _by_row if wanted else sdpa_attention_forward)
+    AttentionMaskInterface.register("sdpa", mask if wanted else masking_utils.sdpa_mask)
+    masking_utils.find_packed_sequence_indices = _rows_of if wanted else _FIND_ROWS
+
+
+def _rows_of(position_ids: torch.Tensor) -> torch.Tensor:
+    begins = position_ids.diff(dim=-1) != 1
+    return torch.nn.functional.pad(begins.cumsum(-1), (1, 0))
+
+
+def _is_of_pack(attention_mask, allow_is_causal_skip, q_length, kv_length, use_vmap, **keywords) -> bool:
+    if attention_mask is not None or q_length != kv_length or "allow_is_bidirectional_skip" in keywords:
+        return False
+    return not (allow_is_causal_skip or use_vmap)
+
+
+def _by_row(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **keywords):
+    if attention_mask is None or attention_mask.numel():
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **keywords
+        )
+    boundaries = keywords["cu_seq_lens_q"]
+    window = attention_mask.shape[3]  # 0: none
+    if kernel_takes(query.device.type, computed_in(query), query.shape[3], value.shape[3], dropout):
+        return _by_kernel(query, key, value, boundaries, keywords["max_length_q"], window, scaling), None
+    if not hasattr(attention_mask, "lengths"):  # all layers have the same mask
+        attention_mask.lengths = boundaries.diff().tolist()
+    # torch's own way for shared keys and values has no fast kernel on CPUs
+    groups = query.shape[1] // key.shape[1]
+    tensors = (query, repeat_kv(key, groups), repeat_kv(value, groups))
+    rows = [tensor.split(attention_mask.lengths, 2) for tensor in tensors]
+    outputs = []
+    for row in zip(*rows, strict=True):
+        length = row[0].shape[2]
+        seen = None
+        if 0 < window < length:
+            seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+        outputs.append(attend(*row, attn_mask=seen, dropout_p=dropout, scale=scaling, is_causal=seen is None))
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def computed_in(tensor: torch.Tensor) -> torch.dtype:
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+def kernel_takes(device: str, dtype: torch.dtype, size: int, value_size: int, dropout: float) -> bool:
+    """Whether varlen_attn can train heads of these sizes. Else each row is a call of sdpa.
+
+    Some GPUs have no gradient for sizes from 193 to 224 (torch 2.13, native/transformers/cuda/sdp_utils.cpp).
+    """
+    fits = size == value_size and size % 8 == 0 and (size <= 192 or size == 256)
+    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and fits and not dropout
+
+
+def _by_kernel(query, key, value, boundaries, longest, window, scale) -> torch.Tensor:
+    """query, key, value: (1, heads, tokens, size). Returns (1, tokens, heads, size)."""
+    dtype = computed_in(query)
+    packed = [tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in (query, key, value)]
+    seen = (window - 1, 0)  # before each position and after it; -1: all
+    grouped = query.shape[1] != key.shape[1]
+    output = varlen_attn(
+        *packed, boundaries, boundaries, longest, longest, scale=scale, window_size=seen, enable_gqa=grouped
+    )
+    return output.unsqueeze(0)
