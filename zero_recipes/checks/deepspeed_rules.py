@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checks.rules import bare_model, conditions, options
+from zero_recipes.config.accelerate import ds_config_file, is_on
 from zero_recipes.config.ds_config import parsed_zero, quiet
 from zero_recipes.config.keys import tables
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, finding
+from zero_recipes.model import decoder_layers
 
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # blocks and their packages
 LOG_WARMUP = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -28,6 +30,7 @@ def deepspeed_findings(run: Run) -> list[Finding]:
         *_without_effect(run),
         *_separate_experts(run),
         *_small_buckets(run),
+        *_many_gathers(run),
         *strategy_findings(run),
     ]
 
@@ -211,6 +214,16 @@ def _small_buckets(run: Run) -> Iterator[Finding]:
             yield finding("ZR860", key=key, source=run.strategy.source, elements=elements)
 
 
+def _many_gathers(run: Run) -> Iterator[Finding]:
+    """Of a stage 3 that gathers the weights of each small module by themselves."""
+    is_inline = is_on(run.environment, "DEEPSPEED") and ds_config_file(run.environment) is None
+    if run.stage != 3 or "leaf_module" in run.ds.zero or run.ds.offload_param == "nvme" or is_inline:
+        return  # where it need not or cannot be written
+    layers = () if bare_model(run) is None else decoder_layers(bare_model(run))
+    if layers:
+        yield finding("ZR864", layers=" and ".join(layers), source=run.strategy.source)
+
+
 def top_level_keys() -> set[str]:
     """What DeepSpeed reads at the top of its configuration."""
     from deepspeed.runtime import constants
@@ -268,7 +281,9 @@ def _separate_experts(run: Run) -> Iterator[Finding]:
         from deepspeed.utils import z3_leaf_module
 
         _mark_leaf_modules(run)
-        layers = [layer for layer in layers if not z3_leaf_module(layer)]
+        leaves = [module for module in bare_model(run).modules() if z3_leaf_module(module)]
+        inside = {module for leaf in leaves for module in leaf.modules()}
+        layers = [layer for layer in layers if layer not in inside]
     kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
     if kinds and run.stage == 3:
         yield finding("ZR286", kinds=kinds)

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.engine.deepspeed import is_partitioned, set_adam_step
 
@@ -350,3 +351,15 @@ def _rows_of(mask: torch.Tensor) -> list[int] | None:
         if row[-1] and torch.equal(within, mask[0, 0]):
             mask.rows_of_pack = row.bincount().tolist()
     return mask.rows_of_pack
+
+
+def let_inputs_have_gradients(model: PreTrainedModel, settings: Settings) -> None:
+    """Of an adapter whose layers are leaf modules.
+
+    DeepSpeed 0.19.8 (runtime/zero/stage3.py, reduce_leaf_module_grads) reduces them in a full backward hook. Behind a
+    frozen embedding torch calls the first layer's before its gradients exist.
+    """
+    config = settings.deepspeed
+    has_leaves = isinstance(config, dict) and "leaf_module" in config["zero_optimization"]
+    if settings.use_peft and has_leaves:
+        model.enable_input_require_grads()
