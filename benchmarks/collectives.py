@@ -1,6 +1,7 @@
 """Collectives, bytes and milliseconds of a step: python -m benchmarks.collectives [--only NAME ...] [--result FILE]
 
 layers: stage 3 with a layer as a leaf module, and without, for 24 layers of tiny tensors and one row a step.
+unkept: the same where no weight stays gathered and nothing is prefetched, as of a model that is too large for it.
 reduction: stages 1 and 2 with DeepSpeed's all-reduce of whole buckets, and with a reduction to the owner of each part.
 Each pair runs in both orders in one group of processes. Losses and norms must be equal, bit for bit with one or two
 processes. Writes benchmarks/results/collectives.json.
@@ -17,11 +18,12 @@ from typing import Any
 
 from tests.helpers import leaf_cases
 from tests.helpers.group import Group
-from tests.helpers.tiny import ROOT, write_model, write_recipe
+from tests.helpers.tiny import NEVER_KEPT, ROOT, write_model, write_recipe
 from zero_recipes.core.files import write_json
 from zero_recipes.core.host import hardware_facts, library_versions
 
 RESULT = ROOT / "benchmarks" / "results" / "collectives.json"
+NAMES = ("layers", "unkept", "reduction")
 STEPS = 24
 NOT_TIMED = 4  # the first, and those that the metrics probe
 DEEP = {"hidden": 32, "intermediate": 64, "layers": 24}
@@ -37,6 +39,7 @@ LAYERS = [
     ("layers", 2, "zero3", DEEP, ROW),
     ("layers", 2, "zero3", DEEP, ROW | RECOMPUTED),
 ]
+UNKEPT = [("unkept", 2, "zero3", DEEP, ROW)]
 REDUCTION = [
     ("reduction", 2, "zero1", WIDE, ROW),
     ("reduction", 2, "zero2", WIDE, ROW),
@@ -47,8 +50,10 @@ REDUCTION = [
 
 def ds_config(name: str, strategy: str, is_new: bool) -> Measured:
     config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
-    if name == "layers" and not is_new:
+    if name != "reduction" and not is_new:
         config.pop("leaf_modules")
+    if name == "unkept":
+        config["zero_optimization"] |= NEVER_KEPT
     if name == "reduction":
         config["zero_optimization"]["use_multi_rank_bucket_allreduce"] = not is_new
     return config
@@ -101,13 +106,13 @@ def of_turns(turns: list[Measured]) -> Measured:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=("layers", "reduction"), default=("layers", "reduction"))
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--processes", nargs="+", type=int, default=(1, 2, 4))
     parser.add_argument("--result", type=Path, default=RESULT)
     given = parser.parse_args(argv)
     rows = []
     for processes in given.processes:
-        wanted = [job for job in LAYERS + REDUCTION if job[1] == processes and job[0] in given.only]
+        wanted = [job for job in LAYERS + UNKEPT + REDUCTION if job[1] == processes and job[0] in given.only]
         group = Group(processes)
         try:
             for job in wanted:

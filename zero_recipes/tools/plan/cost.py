@@ -212,7 +212,10 @@ def _hosting(job: Job) -> float:
     rounds = _rounds(job)
     seconds = rounds * shape.layers * constant("layer_seconds")
     if job.zero_stage == 3:
-        seconds += rounds * len(shape.tensors) * constant("gather_seconds")
+        hooks = rounds * len(shape.tensors) * constant("gather_seconds")
+        if "leaf_module" in job.zero.zero:
+            hooks *= constant("leaf_share")
+        seconds += hooks
     if job.zero_stage:
         seconds += sum(tensor.trained for tensor in shape.tensors) * constant("reduce_seconds")
     return job.settings.gradient_accumulation_steps * seconds
