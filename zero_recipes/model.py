@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from zero_recipes.config.ds_config import ModelSize
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, finding, library_error_as_finding, raise_errors, refusal
 from zero_recipes.engine.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
-from zero_recipes.engine.patches import keep_4bit_layout
+from zero_recipes.engine.patches import keep_4bit_layout, let_inputs_have_gradients
 
 # what transformers reports of a load: what it would have done about it
 _KEY_PROBLEMS = {
@@ -102,6 +103,7 @@ def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
         _refuse_keys(report, name, settings.allow_keys)
         if _quantization(settings, config) is not None:
             keep_4bit_layout(model)
+    let_inputs_have_gradients(model, settings)
     requested = _keywords(settings)["attn_implementation"]
     got = other_attention(model, requested)
     if got is not None:
@@ -218,8 +220,8 @@ def loaded_values(model: PreTrainedModel, config: PretrainedConfig, settings: Se
         yield p, weights.get(name)
 
 
-def size_of(settings: Settings) -> tuple[int, int] | None:
-    """(hidden size, elements of the largest tensor); None without a model, which is refused elsewhere."""
+def size_of(settings: Settings) -> ModelSize | None:
+    """None without a model, which is refused elsewhere."""
     try:
         config = load_config(settings)
     except Refusal:
@@ -228,7 +230,18 @@ def size_of(settings: Settings) -> tuple[int, int] | None:
     if model is None:
         return None
     hidden = getattr(config.get_text_config(), "hidden_size", 0)
-    return hidden, max(p.numel() for p in model.parameters())
+    return ModelSize(hidden, max(p.numel() for p in model.parameters()), decoder_layers(model))
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, ...]:
+    """Classes of the layers that the decoder repeats. None where layers share weights, whose gradients come later."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    for module in model.get_decoder().children():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            named = list(module.named_parameters(remove_duplicate=False))
+            is_shared = len(named) > len(list(module.parameters()))
+            return () if is_shared else tuple(sorted({type(layer).__name__ for layer in module}))
+    return ()
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:

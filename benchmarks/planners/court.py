@@ -90,6 +90,7 @@ def job_of_row(row: Row) -> Job:
         ds_config = plan_job.read_strategies(recipe, [row["strategy"]])[row["strategy"]]
     if ds_config is not None:
         ds_config.pop("bucket_sizes", None)  # theirs are not ours
+        ds_config.pop("leaf_modules", None)
         zero = ds_config["zero_optimization"]
         buckets = {key: BUCKET for key, value in zero.items() if value == "auto" and "bucket" in key}
         ds_config = ds_config | {"zero_optimization": zero | buckets | row.get("ds", {})}

@@ -59,4 +59,5 @@ def test_experts_of_their_own_need_leaf_modules(two, tmp_path):
 
     right, stage_2 = losses(*named("zero0")), losses(*named("zero2"), case=cases.train_unchecked)
     stage_3 = losses("--deepspeed", json.dumps(ds_config(3, leaf_module={"classes": ["OwnSparseMoeBlock"]})))
-    assert stage_3 == pytest.approx(right, rel=1e-5) and stage_2 != pytest.approx(right, rel=1e-4)
+    by_layer = losses(*named("zero3"))
+    assert stage_3 == by_layer == pytest.approx(right, rel=1e-5) and stage_2 != pytest.approx(right, rel=1e-4)

@@ -177,7 +177,7 @@ def schedule(warmup: Any) -> dict[str, Any]:
     return {"scheduler": {"type": "WarmupLR", "params": params}}
 
 
-STAGE_3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+STAGE_3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, "leaf_module": {"classes": ["GPTNeoXLayer"]}}
 DDP = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
 ACCELERATE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
 INLINE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: "
@@ -193,6 +193,7 @@ FOUR, EIGHT = {"load_in_4bit": True, **PEFT}, {"load_in_8bit": True, **PEFT}
 ON_CPU = {"offload_optimizer": {"device": "cpu"}}
 NVME = {"device": "nvme", "nvme_path": str(ROOT)}
 TAKEN = {"bucket_sizes": None}  # as transformers fills in "auto"
+BY_MODULE = {"leaf_modules": None}
 NO_PREFETCH = {"stage3_prefetch_bucket_size": 0}
 MASTERS = {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}
 STATES = {"bf16": MASTERS["bf16"] | {"bf16_optimizer_states": True}}
@@ -305,6 +306,7 @@ FAULTS = [
     fault("small prefetches", "ZR860", "keys", zero(3, TAKEN, reduce_bucket_size=5e7), zero(3), "3,686", "warning"),
     fault("a rule of no kind for buckets", "ZR220", "keys", zero(2, {"bucket_sizes": "big"}, reduce_bucket_size=5e7),
           zero(2), "bucket_sizes", "warning"),
+    fault("weights gathered module by module", "ZR864", "keys", zero(3, BY_MODULE), zero(3), "GPTNeoXLayer", "warning"),
     fault("hpZ with one group", "ZR224", "keys", zero(3, zero_hpz_partition_size=8), zero(3), level="warning"),
     fault("qwZ at stage 2", "ZR226", "keys", zero(2, zero_quantized_weights=True), zero(2),
           "zero_quantized_weights at stage 2"),

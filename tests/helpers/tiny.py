@@ -18,10 +18,12 @@ NEVER_KEPT = {f"stage3_{key}": 0 for key in ("param_persistence_threshold", "max
 NEVER_KEPT |= {f"stage3_{key}": 0 for key in ("max_reuse_distance", "prefetch_bucket_size")}
 
 
-def write_model(folder: Path, hidden: int = 64, intermediate: int = 101, vocabulary: int = 1031) -> Path:
+def write_model(
+    folder: Path, hidden: int = 64, intermediate: int = 101, vocabulary: int = 1031, layers: int = 2
+) -> Path:
     """A GPT-NeoX config (no weights: use random_weights) with the tiny world's tokenizer. Sizes that divide nothing."""
     config = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256, "bos_token_id": 0}
+    config |= {"num_hidden_layers": layers, "num_attention_heads": 4, "max_position_embeddings": 256, "bos_token_id": 0}
     config |= {"eos_token_id": 0, "pad_token_id": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"], **config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(folder)

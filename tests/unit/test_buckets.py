@@ -1,15 +1,16 @@
-"""Bucket sizes by the model: the rule for real models, in the plan as in a run, and where the rule holds."""
+"""What the model decides of a ds_config: bucket sizes and leaf modules, in the plan as in a run."""
 
 import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from tests.helpers.plan_jobs import job, recipe
 from tests.helpers.tiny import ROOT
-from zero_recipes.config.ds_config import fill_own_autos
+from zero_recipes.config.ds_config import ModelSize, fill_own_autos
 from zero_recipes.config.strategy import resolve_strategy
-from zero_recipes.model import size_of
+from zero_recipes.model import build_on_meta, decoder_layers, size_of
 from zero_recipes.tools.plan.job import job_of, known_models
 from zero_recipes.tools.sweep import runs_of
 
@@ -24,6 +25,7 @@ MODELS = {
     "EleutherAI/pythia-6.9b-deduped": (200_000_000, 50_000_000),
     "meta-llama/Llama-2-7b-hf": (200_000_000, 50_000_000),  # a block has 201 million, the embedding 131 million
 }
+LAYERS = {"qwen2": "Qwen2DecoderLayer", "llama": "LlamaDecoderLayer", "gpt_neox": "GPTNeoXLayer"}
 
 
 def sizes_in(config) -> tuple[int, int]:
@@ -31,7 +33,8 @@ def sizes_in(config) -> tuple[int, int]:
 
 
 def filled(size, config=None, world_size: int = 2, **keys) -> dict:
-    return fill_own_autos(config or MARKED, recipe("tiny").settings.replace(**keys), world_size, {}, lambda: size)
+    sized = size and ModelSize(*size)
+    return fill_own_autos(config or MARKED, recipe("tiny").settings.replace(**keys), world_size, {}, lambda: sized)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -44,6 +47,7 @@ def test_a_run_and_its_plan_have_buckets_as_large_as_the_models_block_or_largest
         run = resolve_strategy(recipe("pythia").settings.replace(**keys), {"WORLD_SIZE": "2"}, size_of)
         planned = job_of(recipe("pythia"), config, "zero3", MARKED, 2, device="cpu" if use_cpu else "gpu").ds_config
         assert sizes_in(run.ds.raw) == sizes_in(planned) == (elements, elements)
+        assert run.ds.raw == planned and run.ds.zero["leaf_module"]["classes"] == [LAYERS[config["model_type"]]]
 
 
 def test_the_bounds_and_what_has_little_to_reduce():
@@ -59,7 +63,8 @@ def test_the_bounds_and_what_has_little_to_reduce():
 
 def test_the_rule_holds_where_the_mark_is_and_for_what_is_auto():
     assert "bucket_sizes" not in filled((3200, 1000)) and "bucket_sizes" in MARKED, "a copy is filled"
-    for own in ({**MARKED, "bucket_sizes": "fixed"}, {k: v for k, v in MARKED.items() if k != "bucket_sizes"}):
+    unmarked = {key: value for key, value in MARKED.items() if key not in ("bucket_sizes", "leaf_modules")}
+    for own in (unmarked | {"bucket_sizes": "fixed"}, unmarked):
         assert filled((3200, 1000), own) == own
     paths = {"zero3": ROOT / "accelerate_configs" / "zero3.yaml"}
     (edited,) = runs_of(paths, {"zero3": MARKED}, ["zero_optimization.reduce_bucket_size=5e5"], [])
@@ -73,3 +78,35 @@ def test_each_file_of_ours_with_buckets_has_them_by_the_model(path: Path):
     on_nvme = "nvme" in json.dumps(config)
     stage = config["zero_optimization"]["stage"]
     assert sizes == [BLOCK if stage else None, 0 if on_nvme else BLOCK if stage == 3 else None]
+
+
+def test_layers_are_leaf_modules_where_the_mark_is_and_a_file_names_none():
+    size = (64, 1000, ("LlamaDecoderLayer",))
+    leaf = {"classes": ["LlamaDecoderLayer"]}
+    marked = {"leaf_modules": "by_model"}
+    own = {"classes": ["LlamaMLP"]}
+
+    def of(**zero):
+        config = filled(size, marked | {"zero_optimization": {"stage": 3} | zero})
+        assert "leaf_modules" not in config
+        return config["zero_optimization"].get("leaf_module")
+
+    assert of() == of(offload_param={"device": "cpu"}) == leaf
+    assert of(leaf_module=own) == own
+    assert of(offload_param={"device": "nvme"}) is None, "each tensor of a layer would take a buffer"
+    assert of(stage=2) is None
+    unmarked = {"zero_optimization": {"stage": 3}}
+    assert filled(size, unmarked) == unmarked
+    assert "leaf_module" not in filled((64, 1000))["zero_optimization"], "a model without such layers"
+
+
+def test_the_decoders_layers_are_found():
+    text = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    text |= {"num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    seeing = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    assert decoder_layers(build_on_meta(seeing)) == ("Gemma3DecoderLayer",), "rows of text never reach the others"
+    model = build_on_meta(AutoConfig.for_model("llama", **text))
+    assert decoder_layers(model) == ("LlamaDecoderLayer",)
+    model.model.layers[1] = model.model.layers[0]
+    assert decoder_layers(model) == (), "shared weights have their gradients once the first layer is through"

@@ -42,14 +42,16 @@ def test_experts_that_are_modules_of_their_own(tmp_path):
     path = write_recipe(tmp_path, trust_remote_code=True)
     write_experts(tmp_path / "model")
     for stage, zero, codes in (
-        (3, {}, ["ZR286"]),
+        (3, {}, []),  # whole layers
+        (3, {"leaf_module": {}}, ["ZR286"]),
         (2, {"round_robin_gradients": True}, ["ZR285"]),
         (3, {"leaf_module": {"classes": ["OwnSparseMoeBlock"]}}, []),
         (0, {}, []),
     ):
         assert [code for _, code in found_in(path, {"deepspeed": ds_config(stage, **zero)})] == codes, (stage, zero)
     launched = {"WORLD_SIZE": "2", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "OwnSparseMoeBlock"}
-    assert found_in(path, {"deepspeed": ds_config(3)}, environment=launched) == []
+    own = ds_config(3, leaf_module={})
+    assert found_in(path, {"deepspeed": own}, environment=launched) == []
 
 
 def test_sequences_are_shared_by_groups_and_heads(tmp_path):

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checks.rules import bare_model, conditions, options
+from zero_recipes.config.accelerate import ds_config_file, is_on
 from zero_recipes.config.ds_config import parsed_zero
 from zero_recipes.config.keys import tables
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, finding
+from zero_recipes.model import decoder_layers
 
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # blocks and their packages
 LOG_WARMUP = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -28,6 +30,7 @@ def deepspeed_findings(run: Run) -> list[Finding]:
         *_without_effect(run),
         *_separate_experts(run),
         *_small_buckets(run),
+        *_many_gathers(run),
         *strategy_findings(run),
     ]
 
@@ -201,6 +204,16 @@ def _small_buckets(run: Run) -> Iterator[Finding]:
         is_small = run.ds.zero.get(key) == "auto" and run.world_size > 1 and elements < BLOCK
         if is_small and bare_model(run) is not None:
             yield finding("ZR860", key=key, source=run.strategy.source, elements=elements)
+
+
+def _many_gathers(run: Run) -> Iterator[Finding]:
+    """Of a stage 3 that gathers the weights of each small module by themselves."""
+    is_inline = is_on(run.environment, "DEEPSPEED") and ds_config_file(run.environment) is None
+    if run.stage != 3 or "leaf_module" in run.ds.zero or run.ds.offload_param == "nvme" or is_inline:
+        return  # where it need not or cannot be written
+    layers = () if bare_model(run) is None else decoder_layers(bare_model(run))
+    if layers:
+        yield finding("ZR864", layers=" and ".join(layers), source=run.strategy.source)
 
 
 def top_level_keys() -> set[str]:

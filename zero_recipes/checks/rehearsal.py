@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_recipes.checks.rules import bare_model, options
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.ds_config import fill_own_autos, quiet
+from zero_recipes.config.ds_config import ModelSize, fill_own_autos, quiet
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, collected, library_error_as_finding
@@ -204,7 +204,7 @@ def _handed_over(run: Run) -> dict[str, Any]:
 
     settings = run.settings
     raw = {"zero_optimization": {}}
-    raw |= fill_own_autos(run.ds.raw, settings, run.world_size, {}, lambda: (1, 1))
+    raw |= fill_own_autos(run.ds.raw, settings, run.world_size, {}, lambda: ModelSize(1, 1))
     scheduler = raw.get("scheduler")
     if settings.max_steps <= 0 and isinstance(scheduler, dict):
         for key in scheduler.setdefault("params", {}):

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_recipes.config.keys import tables
 from zero_recipes.core.files import at_hand
@@ -97,17 +97,25 @@ def quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
+class ModelSize(NamedTuple):
+    """What is sized by the model."""
+
+    hidden: int
+    largest_tensor: int  # elements
+    layers: tuple[str, ...] = ()  # classes of the decoder's layers; none where they cannot be leaf modules
+
+
 def fill_own_autos(
     config: Mapping[str, Any],
     settings: Any,
     world_size: int,
     environment: Mapping[str, str],
-    size_of_model: Callable[[], tuple[int, int] | None],
+    size_of_model: Callable[[], ModelSize | None],
 ) -> dict[str, Any]:
     """A copy of `config` with the "auto" values that are ours to fill in.
 
     What cannot be known stays "auto", and the checks find it. `settings`: the recipe's, use_cpu as it is in force.
-    `size_of_model`: (hidden size, elements of the largest tensor), called where something is sized by the model.
+    `size_of_model`: called where something is sized by the model.
     """
     filled = copy.deepcopy(dict(config))
     zero = filled.get("zero_optimization", {})
@@ -125,10 +133,13 @@ def fill_own_autos(
         size = size_of_model()
         if size is not None:
             # the largest partition is the least that DeepSpeed takes (partitioned_param_swapper.py, get_buffer)
-            swapped["buffer_size"] = math.ceil(size[1] / world_size)
+            swapped["buffer_size"] = math.ceil(size.largest_tensor / world_size)
     if _is_sized_by_model(filled):
         del filled["bucket_sizes"]
         _fill_buckets(zero, settings, world_size, size_of_model())
+    if filled.get("leaf_modules") == "by_model":
+        del filled["leaf_modules"]
+        _fill_leaf_modules(zero, size_of_model())
     return filled
 
 
@@ -137,12 +148,12 @@ def _is_sized_by_model(config: Mapping[str, Any]) -> bool:
     return config.get("bucket_sizes") == "by_model"
 
 
-def _fill_buckets(zero: dict[str, Any], settings: Any, world_size: int, size: tuple[int, int] | None) -> None:
+def _fill_buckets(zero: dict[str, Any], settings: Any, world_size: int, size: ModelSize | None) -> None:
     """docs/performance.md has the measurements. The bounds are a quarter on CPUs."""
-    hidden, largest_tensor = size or (0, UNKNOWN)
+    size = size or ModelSize(0, UNKNOWN)
     scale = 4 if settings.use_cpu else 1
     smallest = SMALLEST // scale
-    wanted = max(12 * hidden**2, largest_tensor, smallest)
+    wanted = max(12 * size.hidden**2, size.largest_tensor, smallest)
     elements = min(wanted, LARGEST // scale)
     sizes = dict.fromkeys(BUCKETS, elements)
     if settings.use_peft or world_size == 1:
@@ -150,6 +161,16 @@ def _fill_buckets(zero: dict[str, Any], settings: Any, world_size: int, size: tu
     for key in BUCKETS:
         if zero.get(key) == "auto":
             zero[key] = sizes[key]
+
+
+def _fill_leaf_modules(zero: dict[str, Any], size: ModelSize | None) -> None:
+    """A leaf module's weights are gathered at once, and its gradients reduced: docs/performance.md has the times.
+
+    Not from NVMe, of whose buffers each tensor of a layer would take one.
+    """
+    nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
+    if zero.get("stage") == 3 and size is not None and size.layers and not nvme:
+        zero.setdefault("leaf_module", {"classes": list(size.layers)})
 
 
 def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[dict], dict]) -> bool:

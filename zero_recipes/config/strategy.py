@@ -7,7 +7,14 @@ from functools import cache
 from typing import Any
 
 from zero_recipes.config.accelerate import ds_config_file, inline_ds_config, is_on
-from zero_recipes.config.ds_config import DsConfig, are_one, fill_own_autos, read_json_mapping, refuse_bad_schema
+from zero_recipes.config.ds_config import (
+    DsConfig,
+    ModelSize,
+    are_one,
+    fill_own_autos,
+    read_json_mapping,
+    refuse_bad_schema,
+)
 from zero_recipes.config.fsdp_config import fsdp_config_in_force
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import refusal
@@ -86,7 +93,7 @@ class Strategy:
 def resolve_strategy(
     settings: Settings,
     environment: Mapping[str, str],
-    size_of_model: Callable[[Settings], tuple[int, int] | None],
+    size_of_model: Callable[[Settings], ModelSize | None],
 ) -> Strategy:
     """`accelerate launch` hands its ds_config over through the environment (ACCELERATE_DEEPSPEED_CONFIG_FILE),
     torchrun and deepspeed through the recipe's `deepspeed:` key.
@@ -99,7 +106,7 @@ def resolve_strategy(
         return Strategy("fsdp2", world_size, fsdp_config=fsdp_config)
 
     @cache
-    def size() -> tuple[int, int] | None:
+    def size() -> ModelSize | None:
         return size_of_model(settings)
 
     def fill(config: dict[str, Any]) -> dict[str, Any]:

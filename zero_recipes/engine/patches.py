@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
+from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.engine.deepspeed import is_partitioned, set_adam_step
 
@@ -358,3 +359,15 @@ def score_supervised_positions_only(wanted: bool) -> None:
 
     _use_triton.unpatched = unpatched
     utils._use_triton = _use_triton
+
+
+def let_inputs_have_gradients(model: PreTrainedModel, settings: Settings) -> None:
+    """Of an adapter whose layers are leaf modules.
+
+    DeepSpeed 0.19.8 (runtime/zero/stage3.py, reduce_leaf_module_grads) reduces them in a full backward hook. Behind a
+    frozen embedding torch calls the first layer's before its gradients exist.
+    """
+    config = settings.deepspeed
+    has_leaves = isinstance(config, dict) and "leaf_module" in config["zero_optimization"]
+    if settings.use_peft and has_leaves:
+        model.enable_input_require_grads()

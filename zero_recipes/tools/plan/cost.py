@@ -212,7 +212,10 @@ def _hosting(job: Job) -> float:
     rounds = _rounds(job)
     seconds = rounds * shape.layers * constant("layer_seconds")
     if job.zero_stage == 3:
-        seconds += rounds * len(shape.tensors) * constant("gather_seconds")
+        hooks = rounds * len(shape.tensors) * constant("gather_seconds")
+        if "leaf_module" in job.zero.zero:
+            hooks *= constant("leaf_share")
+        seconds += hooks
     if job.zero_stage:
         seconds += sum(tensor.trained for tensor in shape.tensors) * constant("reduce_seconds")
     return job.settings.gradient_accumulation_steps * seconds
@@ -239,6 +242,8 @@ def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: float)
             continue
         times = 2 if name.startswith("all_reduce") else 1
         around = times * (ranks - 1) / ranks * size
+        if name == "reduce":
+            around = size  # a chain that ends at the owner: no other link is at work meanwhile
         if name == "all_gather" and ranks > job.gpus_per_node and job.zero.hpz_partition_size > 1:
             around *= 1 / 2 + 1 / 2 * bandwidth / (1e9 * gpu.link_gb_s)  # backward's stay within a node
         calls = max(passes, size / _bytes_of_call(job, name))

@@ -171,12 +171,9 @@ class Sizes:
         shard = self.trained * self.trainable / self.ranks
         whole = width * self.trainable
         gradients = shard + whole if self.passes > 1 else shard
-        ends = shape.parameters - shape.multiplied + shape.embedding
-        heads = 2
-        in_layers = self.trainable - ends
-        if self.settings.use_peft:
-            heads = 1
-            in_layers = self.trainable
+        ends = self._ends()
+        heads = 1 if self.settings.use_peft else 2
+        in_layers = self._in_layers()
         layer = (self.stored(width) - width * ends + width * in_layers) / shape.layers
         params = self.stored(self.loaded, self.trained) / self.ranks + self.scales
         return Terms(
@@ -186,6 +183,14 @@ class Sizes:
             moved={"all_gather": self.gathered, "reduce_scatter": whole},
             saved=2 * self.trained * self.trainable,
         )
+
+    def _ends(self) -> int:
+        """Elements of embedding and head."""
+        return self.shape.parameters - self.shape.multiplied + self.shape.embedding
+
+    def _in_layers(self) -> int:
+        """Elements that train, of all layers."""
+        return self.trainable if self.settings.use_peft else self.trainable - self._ends()
 
     def _plain(self) -> Terms:
         """In the dtype of loading. DDP copies all gradients (gradient_as_bucket_view is False)."""
@@ -259,10 +264,15 @@ class Sizes:
         return master * share
 
     def _bucket(self) -> float:
-        """Elements. With overlap_comm one fills as another is sent; stage 3 gathers at least the largest tensor."""
+        """Elements. With overlap_comm one fills as another is sent; stage 3 gathers at least the largest tensor.
+
+        A leaf module's gradients stay whole until its backward pass has ended.
+        """
         zero = self.job.zero
         bucket = bucket_in(zero.zero, "reduce_bucket_size", DEFAULT_BUCKET, self.shape.hidden**2)
         bucket = min(bucket, self.trainable)
+        if zero.stage == 3 and "leaf_module" in zero.zero:
+            bucket += self._in_layers() / self.shape.layers
         if zero.stage == 3 and self.ranks > 1:
             live = max(number_in(zero.zero, "stage3_max_live_parameters", DEFAULT_LIVE), self.shape.embedding)
             if self.job.keeps_gathered:
@@ -285,7 +295,8 @@ class Sizes:
             reduced = 2 * self.trainable if zero.autocast else gradients
             if zero.stage == 2:
                 reduced *= self.passes
-            return {"all_reduce": reduced, "all_gather": gradients}
+            to_owners = zero.zero.get("use_multi_rank_bucket_allreduce") is False
+            return {"reduce" if to_owners else "all_reduce": reduced, "all_gather": gradients}
         gathered = self.gathered
         scattered = self.passes * gradients
         if zero.quantizes_weights:

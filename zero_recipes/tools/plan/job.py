@@ -21,7 +21,7 @@ from huggingface_hub import constants
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
-from zero_recipes.config.ds_config import DsConfig, fill_own_autos, read_json_mapping
+from zero_recipes.config.ds_config import DsConfig, ModelSize, fill_own_autos, read_json_mapping
 from zero_recipes.config.recipe import Recipe, RowLengths, Settings, stated
 from zero_recipes.core.files import at_hand, package_yaml
 from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
@@ -133,11 +133,12 @@ class Job:
             ds_config = fill_own_autos(ds_config, settings, self.world_size, environment, self.size_of_model)
         return replace(self.changed(deepspeed=ds_config), strategy=strategy, ds_config=ds_config)
 
-    def size_of_model(self) -> tuple[int, int] | None:
-        """(hidden size, elements of the largest tensor); None where the model cannot be built."""
+    def size_of_model(self) -> ModelSize | None:
+        """None where the model cannot be built."""
         with suppress(Refusal):
             shape = shape_of(self.config, self.settings)
-            return shape.hidden, max(tensor.size for tensor in shape.tensors)
+            largest = max(tensor.size for tensor in shape.tensors)
+            return ModelSize(shape.hidden, largest, tuple(shape.decoder_layers))
 
     def as_dict(self) -> dict[str, Any]:
         return vars(self) | {"settings": self.settings.as_dict()}

@@ -41,6 +41,7 @@ class Shape:
     positions: int
     dtype: str  # of the weights' file
     flops: ModelFlops
+    decoder_layers: Sequence[str]  # their classes
 
 
 @lru_cache(maxsize=64)
@@ -58,18 +59,20 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
     from peft import get_peft_model
     from transformers import AutoConfig
 
-    from zero_recipes.model import adapter_config, build_on_meta
+    from zero_recipes.model import adapter_config, build_on_meta, decoder_layers
 
     with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
         config = AutoConfig.for_model(**raw)
         model = build_on_meta(config)
         embedding = model.get_input_embeddings().weight
+        kinds = decoder_layers(model)
         is_tied = model.get_output_embeddings().weight is embedding
         peft_config = adapter_config(Settings(dict(lora)))
         if peft_config is not None:
             model = get_peft_model(model, peft_config)
     fields = _counts(model) | _widths(config.get_text_config())
     fields["multiplied"] = fields["parameters"] - (0 if is_tied else embedding.numel())
+    fields["decoder_layers"] = kinds
     fields["adapted"] /= fields["layers"]
     fields["dtype"] = str(config.dtype or "float32").removeprefix("torch.")
     flops = model_flops(model)

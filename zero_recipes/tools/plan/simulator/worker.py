@@ -34,7 +34,12 @@ from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.engine.deepspeed import base_optimizer, gradient_tensors, optimizer_tensors, weight_tensors
 from zero_recipes.engine.huggingface import rows_are_cut
-from zero_recipes.engine.patches import keep_4bit_layout, keep_precision_of_new_adapters, quicken_stages_1_and_2
+from zero_recipes.engine.patches import (
+    keep_4bit_layout,
+    keep_precision_of_new_adapters,
+    let_inputs_have_gradients,
+    quicken_stages_1_and_2,
+)
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
@@ -190,6 +195,7 @@ def _model(job: Job, model_args, main_device: torch.device) -> torch.nn.Module:
     if packs:
         stand_ins.pack_in_4_bits(model, get_quantization_config(model_args), main_device)
         keep_4bit_layout(model)
+    let_inputs_have_gradients(model, job.settings)
     return model
 
 

@@ -1,0 +1,47 @@
+"""Stage 3 by whole layers: the same numbers in fewer collectives, with an adapter too."""
+
+import copy
+import json
+
+import pytest
+
+from tests.helpers import leaf_cases
+from tests.helpers.group import CaseFailed
+from tests.helpers.seeded import grid
+from tests.helpers.tiny import NEVER_KEPT, ROOT, write_recipe
+
+RECOMPUTED = {"activation_checkpointing": True}
+LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
+WORKAROUND = "zero_recipes.model.let_inputs_have_gradients"
+
+
+def written(folder, name: str, by_layer: bool, keys: dict) -> list[str]:
+    config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
+    config["zero_optimization"] |= NEVER_KEPT
+    if not by_layer:
+        del config["leaf_modules"]
+    path = write_recipe(folder, deepspeed=config, max_steps=4, **copy.deepcopy(keys))
+    return [str(path), "--output_dir", str(folder / name)]
+
+
+@pytest.mark.parametrize("keys", [{}, RECOMPUTED, LORA, grid(LORA | RECOMPUTED)])
+def test_a_layer_gathered_at_once_changes_no_loss_and_no_norm(two, tmp_path, keys):
+    found = []
+    for by_layer in (False, True):
+        argv = written(tmp_path, str(by_layer), by_layer, keys)
+        found.append(two.run(leaf_cases.train_counted, argv=argv)[0])
+    by_module, by_layer = found
+    for key in ("loss_history", "grad_norm_history"):
+        assert by_layer[key] == by_module[key], key
+    assert by_layer["leaves"] == 2 and by_module["leaves"] == 0
+    few, many = (each["calls"]["all_gather"] for each in (by_layer, by_module))
+    assert 2 * few < many, (
+        "two layers, the last norm, embedding and head; an adapter's tensors have a dtype of their own"
+    )
+
+
+@pytest.mark.private
+def test_a_leaf_module_behind_a_frozen_embedding_is_reduced_too_early(two, tmp_path):
+    argv = written(tmp_path, "out", True, LORA)
+    with pytest.raises(CaseFailed, match="must match the size of tensor"):
+        two.run(leaf_cases.train_counted, argv=argv, left_out=WORKAROUND)
