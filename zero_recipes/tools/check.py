@@ -63,7 +63,8 @@ def check(arguments: argparse.Namespace) -> int:
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if not errors:
-            print(f"\n{_launch_command(arguments, run, environment)}")
+            print(f"\nfirst, with a small model: {_rehearsal(arguments, run)}")
+            print(_launch_command(arguments, run, environment))
     return 2 if errors else 0
 
 
@@ -96,6 +97,13 @@ def _launch_command(arguments: argparse.Namespace, run, environment) -> str:
     else:  # several machines
         launch = ["accelerate", "launch", *file, "run_sft.py", recipe]
     return shlex.join([*launch, *arguments.overrides])
+
+
+def _rehearsal(arguments: argparse.Namespace, run) -> str:
+    words = ["zero-recipes", "rehearse", str(arguments.recipe), "--gpus", str(run.strategy.world_size)]
+    if arguments.config_file:
+        words += ["--config_file", str(arguments.config_file)]
+    return shlex.join([*words, *arguments.overrides])
 
 
 def data_findings(run) -> list:

@@ -56,6 +56,7 @@ def rent(arguments: argparse.Namespace) -> int:
         "accelerator": SKYPILOT.get(request.gpu.name, request.gpu.name.partition("-")[0].upper()),
         "image": arguments.image,
         "command": command,
+        "rehearsal": request.rehearsal(job).replace(str(arguments.recipe), str(recipe)),
     }
     loader = PackageLoader("zero_recipes.tools", "templates")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
@@ -64,6 +65,7 @@ def rent(arguments: argparse.Namespace) -> int:
         file = arguments.output_dir / f"{recipe.stem}.{kind}"
         files[file] = environment.get_template(f"{kind}.j2").render(values)
     write_new(files)
+    print(values["rehearsal"])
     for file, submit in zip(files, WRITTEN.values(), strict=True):
         print(submit, file)
     return 0

@@ -35,6 +35,7 @@ def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
 tune = _elsewhere("tune")
 export = _elsewhere("export")
 rent = _elsewhere("rent")
+rehearse = _elsewhere("rehearse")
 
 
 def fetch(arguments: argparse.Namespace) -> int:

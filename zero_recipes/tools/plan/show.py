@@ -383,3 +383,5 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
         lines += [note for note in own_notes if BY_FORMULAS in note]
     for line in lines:
         console.print(Text(line, style="dim"))
+    if job:
+        console.print(Text(f"First, with a small model: {answer.request.rehearsal(job)}"), soft_wrap=True)
