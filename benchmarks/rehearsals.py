@@ -7,6 +7,7 @@ tiny world's, in each recipe's form. Each rehearsal is added to results/rehearsa
 import argparse
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -92,6 +93,7 @@ def rehearse(recipe: Path, strategy: str, words: list[str], folder: Path) -> dic
         full=False,
     )
     began = time.perf_counter()
+    cpu_seconds = cpu_seconds_of_children()
     found = {"recipe": recipe.name, "strategy": strategy, "ranks": GPUS}
     try:
         rehearsal = command.read_rehearsal(arguments, folder, terminal())
@@ -106,7 +108,14 @@ def rehearse(recipe: Path, strategy: str, words: list[str], folder: Path) -> dic
             print(row.finding)
     launches = {name: round(one.seconds, 1) for name, one in ran.items()}
     seconds = round(time.perf_counter() - began, 1)
-    return found | {"seconds": seconds, "launches": launches, "phases": phases}
+    found |= {"seconds": seconds, "cpu_seconds": round(cpu_seconds_of_children() - cpu_seconds, 1)}
+    return found | {"load": round(os.getloadavg()[1], 1), "launches": launches, "phases": phases}
+
+
+def cpu_seconds_of_children() -> float:
+    """Of all launches so far: what two quiet cores need at least, times two, however busy the machine is."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main(names: list[str]) -> None:

@@ -55,31 +55,27 @@ def test_a_job_without_fault(tmp_path, monkeypatch, capsys, strategy, keys):
 
 
 def unrenderable_row(folder: Path) -> dict:
-    """Row 900 has a role that the template refuses."""
+    """The template refuses the role in row 900."""
     rows = folder / "turns"
     rows.mkdir()
     said = [{"role": "user", "content": "Say red."}, {"role": "assistant", "content": "Red."}]
     lines = [json.dumps({"messages": said})] * 1000
-    lines[900] = json.dumps({"messages": [{"role": "critic", "content": "No."}, *said]})
+    lines[900] = json.dumps({"messages": [{"role": "tool", "content": "No."}, *said]})
     (rows / "train.jsonl").write_text("\n".join(lines))
     (folder / "template.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics') }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
         "<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     keys = {"dataset_name": str(rows), "chat_template_path": str(folder / "template.jinja"), "dataset_format": None}
     return keys
 
 
-def one_evaluation_row(folder: Path) -> dict:
-    """Fewer rows than ranks, all of which are cut away: no token of the answer is left."""
+def evaluation_without_answers(folder: Path) -> dict:
+    """Fewer rows than ranks, and max_length leaves nothing of the answer."""
     rows = write_rows(folder / "few")
     row = json.dumps({"instruction": "Say red. " * 200, "input": "", "output": "red"})
     (rows / "test.jsonl").write_text(row + "\n")
     return {"dataset_name": str(rows), "eval_strategy": "steps"}
-
-
-def long_prompt(folder: Path) -> dict:
-    return {"sample_prompts": ["Say red. " * 400]}
 
 
 def own_model(folder: Path, code: str) -> dict:
@@ -128,10 +124,9 @@ def counts_its_calls(folder: Path) -> dict:
 @pytest.mark.parametrize(
     "plant, phase, words",
     [
-        grid(unrenderable_row, "rows", "no critics"),
-        grid(one_evaluation_row, "rows", "ZR"),
-        grid(long_prompt, "evaluation, samples", "position"),
-        grid(fails_in_generate, "evaluation, samples", "cache"),
+        grid(unrenderable_row, "rows", "no tools"),
+        grid(evaluation_without_answers, "rows", "ZR513"),
+        grid(fails_in_generate, "samples", "cache"),
         grid(leaves_a_tensor_out, "checkpoints, model", "dense_h_to_4h"),
         grid(counts_its_calls, "resume", "losses"),
     ],
@@ -175,7 +170,7 @@ def results(ran: dict[str, phases.Ran], monkeypatch, **keys) -> dict[str, phases
 
 def test_every_phase_of_launches_that_ran_well_is_ok(tmp_path, monkeypatch):
     rows = results(ran_well(tmp_path), monkeypatch)
-    assert {row.result for row in rows.values()} == {"ok"} and len(rows) == 11
+    assert {row.result for row in rows.values()} == {"ok"} and len(rows) == 12
     assert rows["rows"].seconds == 1.0 and rows["kill"].seconds == 9.0
 
 
@@ -186,7 +181,9 @@ def test_every_phase_of_launches_that_ran_well_is_ok(tmp_path, monkeypatch):
         ("longest", "startup", "refused", "rows"),
         ("longest", "train", "oom", "longest rows"),
         ("whole", "train", "failed", "training"),  # a callback that dies
-        ("whole", "eval", "failed", "evaluation, samples"),  # a metric that raises
+        ("longest", "eval", "failed", "evaluation"),  # a metric that raises
+        ("whole", "eval", "failed", "samples"),
+        ("whole", "data", "refused", "samples"),
         ("whole", "save", "failed", "checkpoints, model"),  # a disk that is full at the second checkpoint
         ("killed", "save", "failed", "kill"),
         ("killed", None, "ok", "kill"),  # it was over before it could be killed

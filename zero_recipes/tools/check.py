@@ -63,8 +63,8 @@ def check(arguments: argparse.Namespace) -> int:
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if not errors:
-            print(f"\nfirst, with a small model: {_rehearsal(arguments, run)}")
-            print(_launch_command(arguments, run, environment))
+            launch = _launch_command(arguments, run, environment)
+            print(f"\nfirst, with a small model: {rehearsal_of(launch, run.strategy.world_size)}\n{launch}")
     return 2 if errors else 0
 
 
@@ -99,11 +99,14 @@ def _launch_command(arguments: argparse.Namespace, run, environment) -> str:
     return shlex.join([*launch, *arguments.overrides])
 
 
-def _rehearsal(arguments: argparse.Namespace, run) -> str:
-    words = ["zero-recipes", "rehearse", str(arguments.recipe), "--gpus", str(run.strategy.world_size)]
-    if arguments.config_file:
-        words += ["--config_file", str(arguments.config_file)]
-    return shlex.join([*words, *arguments.overrides])
+NOT_REHEARSED = (
+    r"^(zero-recipes train|accelerate launch)|run_sft.py | --num_processes \d+| --hosts \S+ --machine_rank \S+"
+)
+
+
+def rehearsal_of(launch: str, gpus: int) -> str:
+    """What to type before a launch."""
+    return f"zero-recipes rehearse{re.sub(NOT_REHEARSED, '', launch)} --gpus {gpus}"
 
 
 def data_findings(run) -> list:

@@ -341,13 +341,6 @@ class PlanRequest:
             words += ["--nvme_path", "FOLDER"]
         return shlex.join(words)
 
-    def rehearsal(self, job: Job) -> str:
-        """What to type before that."""
-        words = shlex.split(self.command(job).replace(f" --hosts {HOSTS} --machine_rank {MACHINE_RANK}", ""))
-        words[1] = "rehearse"
-        words[words.index("--num_processes")] = "--gpus"
-        return shlex.join(words)
-
 
 def read_request(
     arguments: argparse.Namespace, overrides: list[str], recipe: Recipe | None = None, config: dict | None = None

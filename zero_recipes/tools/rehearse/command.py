@@ -61,8 +61,8 @@ def rehearse(arguments: argparse.Namespace) -> int:
     findings = [row.finding for row in rows if row.finding is not None]
     if findings:
         console.print(plain(shown(findings)), soft_wrap=True)
-        last = list(ran.values())[-1]
-        return REFUSED if last.metrics.status == "refused" else FAILED
+        statuses = [one.metrics.status for name, one in ran.items() if name not in RESUMED]
+        return REFUSED if "refused" in statuses else FAILED
     if arguments.output_dir is None:
         shutil.rmtree(folder)
     return 0

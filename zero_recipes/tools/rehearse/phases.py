@@ -103,9 +103,10 @@ def table_of(rehearsal: Rehearsal, ran: Runs) -> list[Row]:
 def breaks_in(phases: Mapping[str, str | None], metrics: Metrics) -> str:
     """The phase in which a launch failed."""
     failed = metrics.failure.phase if metrics.failure else None
-    if failed == "startup":
-        return next(iter(phases))
-    return next((phase for phase, key in phases.items() if key == failed), list(phases)[-1])
+    for phase, key in phases.items():
+        if key == failed:
+            return phase
+    return list(phases)[0 if failed in ("startup", "data", "model") else -1]
 
 
 def judged(phase: str, key: str | None, breaks: str | None, rehearsal: Rehearsal, mine: Ran, ran: Runs) -> Row:
@@ -115,6 +116,8 @@ def judged(phase: str, key: str | None, breaks: str | None, rehearsal: Rehearsal
     code = (metrics.failure and metrics.failure.code) or ""
     if metrics.status == "refused" and mine.folder.name in RESUMED:  # the strategy, or the order of the rows
         return Row(phase, "left out", seconds, code)
+    if key == "eval" and not (seconds or breaks):
+        return Row(phase, "left out", detail="not in the recipe")
     try:
         if phase == breaks:
             raise broken(phase, metrics.error or metrics.status, mine.folder)
@@ -129,11 +132,6 @@ def broken(phase: str, error: str, folder: Path) -> Refusal:
 
 
 # judges: each returns a detail for the table, and raises a Refusal
-
-
-def trained(_: Rehearsal, ran: Runs) -> str:
-    losses = ran["whole"].metrics.loss_history
-    return f"{len(losses)} steps, loss {losses[0]:.3g} to {losses[-1]:.3g}"
 
 
 def verified(rehearsal: Rehearsal, ran: Runs) -> str:
@@ -198,7 +196,6 @@ def resumed_on_fewer(_: Rehearsal, ran: Runs) -> str:
 
 
 JUDGES = {
-    "training": trained,
     "verify": verified,
     "schedule": scheduled,
     "resume": resumed_alike,

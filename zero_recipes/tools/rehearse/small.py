@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from zero_recipes import model as models
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import package_yaml
-from zero_recipes.core.findings import first_line, refusal
+from zero_recipes.core.findings import library_error_as_finding
 from zero_recipes.tools.verbs import fetch_model
 
 SIZES = package_yaml(__package__, "rehearsal.yaml")["small_model"]
@@ -24,17 +24,12 @@ def make_small(settings: Settings, folder: Path, layers: int | None) -> str:
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*SIZES["not_copied"]))
     small = settings.replace(model_name_or_path=str(folder), model_revision=None, random_weights=True)
     config = models.load_config(small)
-    try:
+    with library_error_as_finding(f"making a smaller {settings.model_name_or_path} (--layers 2 keeps its width)"):
         cuts = cut_layers(config.get_text_config(), layers or SIZES["layers"])
         if layers is None:
             cuts += cut_width(config.get_text_config(), settings.sequence_parallel_size)
-        if getattr(config, "quantization_config", None):
-            del config.quantization_config
-            cuts.append("not quantized")
-        models.build_on_meta(config, settings.trust_remote_code)
-    except Exception as error:  # a config's or a model's own code may raise anything
-        raise refusal("ZR864", name=settings.model_name_or_path, error=first_line(error)) from error
-    model = models.load_model(config, small)
+        vars(config).pop("quantization_config", None)
+        model = models.load_model(config, small)
     if config.dtype is not None:
         model.to(config.dtype)  # as its files have it
     model.save_pretrained(folder)
