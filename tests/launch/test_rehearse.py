@@ -110,11 +110,10 @@ def counts_its_calls(folder: Path) -> dict:
     code = (
         "    calls = 0\n"
         "    def forward(self, *arguments, **more):\n"
-        "        out = super().forward(*arguments, **more)\n"
         "        if self.training:\n"
         "            self.calls += 1\n"
-        "            out.loss = out.loss * (1 + 0.1 * self.calls)\n"
-        "        return out\n"
+        "            self.gpt_neox.final_layer_norm.bias.data.add_(0.01 * self.calls)\n"
+        "        return super().forward(*arguments, **more)\n"
     )
     return own_model(folder, code)
 
@@ -126,7 +125,7 @@ def counts_its_calls(folder: Path) -> dict:
     [
         grid(unrenderable_row, "rows", "no tools"),
         grid(evaluation_without_answers, "rows", "ZR513"),
-        grid(fails_in_generate, "samples", "cache"),
+        grid(fails_in_generate, "samples", "model_kwargs"),
         grid(leaves_a_tensor_out, "checkpoints, model", "dense_h_to_4h"),
         grid(counts_its_calls, "resume", "losses"),
     ],
@@ -134,9 +133,10 @@ def counts_its_calls(folder: Path) -> dict:
 def test_a_planted_fault_is_found(tmp_path, monkeypatch, capsys, plant, phase, words):
     monkeypatch.chdir(ROOT)
     code, said = rehearse(write_recipe(tmp_path, **plant(tmp_path)), "ddp", capsys)
-    failed = [line for line in said.splitlines() if " failed " in line]
+    table, _, found = said.partition("rehearsed in")
+    failed = [line for line in table.splitlines() if " failed " in line]
     assert code in (1, 2) and len(failed) == 1 and failed[0].startswith(phase), said
-    assert words in said.partition("rehearsed in")[2]
+    assert words in found
 
 
 # what is judged, without runs
