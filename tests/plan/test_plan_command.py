@@ -61,7 +61,8 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, monkeypatch):
     assert lines[0].startswith("zero3 may run out of memory on EleutherAI/pythia-6.9b-deduped on 2 x h100-80gb")
     assert len(lines) <= 24
     assert f"zero-recipes train {RECIPE} --config_file zero3.yaml --num_processes 2" in lines[:5]
-    assert all(len(line) <= 80 for line in lines if "zero-recipes train" not in line)
+    assert all(len(line) <= 80 for line in lines if "zero-recipes " not in line)
+    assert lines[-1].endswith(f"zero-recipes rehearse {RECIPE} --config_file zero3.yaml --gpus 2")
     rows = {name: (fits, float(low), float(high or low)) for name, fits, low, high in ROW.findall(said)}
     assert {row.split(",")[-1].strip() for row in rows} == {*strategies(), "LoRA", "QLoRA"}
     for fits, low, high in rows.values():  # the number that decides is the one that is shown

@@ -88,6 +88,7 @@ def test_check_judges_for_a_card_that_is_not_here(tmp_path, capsys, gpu, keys, c
     assert re.findall(r"\[(ZR\d+)\]$", said, re.MULTILINE) == codes and "world size    2 on cuda" in said
     launch = f"zero-recipes train {recipe} --num_processes 2 --output_dir {tmp_path / 'out'}"
     assert (said.splitlines()[-1] == launch) == (not codes)
+    assert (f"zero-recipes rehearse {recipe} --output_dir {tmp_path / 'out'} --gpus 2\n" in said) == (not codes)
 
 
 QGZ = ds_config({"zero_optimization": {"zero_quantized_gradients": True}}, stage=3)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.helpers.tiny import ROOT
+from zero_recipes.tools import rent
 from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.main import main
 
@@ -42,6 +43,8 @@ def test_rented_files_are_valid_and_start_the_plans_choice(rented):
     machines = (2, "H100:8") if gpus == "16" else (1, "H100:2")
     assert (sky["num_nodes"], sky["resources"]["accelerators"]) == machines
     assert documents[0]["data"]["my_recipe.yaml"].strip() == (folder / "my_recipe.yaml").read_text().strip()
+    rehearsal = f"zero-recipes rehearse my_recipe.yaml --config_file {STRATEGY[gpus]} --run_name 'a b'"
+    assert all(rehearsal in (folder / f"my_recipe.{kind}").read_text() for kind in rent.WRITTEN)
     for script in (job["args"][0], sky["run"]):
         shell = f"zero-recipes() {{ printf '%s\\n' \"$@\"; }}; {script.replace('exec ', '')}"
         shell = f"HOSTS=a,b JOB_COMPLETION_INDEX=1 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=$'a\\nb'; {shell}"

@@ -166,6 +166,18 @@ def add_plans(commands) -> None:
 
     add = add_recipe_verb(
         commands,
+        verbs.rehearse,
+        "run every phase of the job within minutes, with a small model on this machine",
+    )
+    add("--gpus", type=COUNT, required=True, help="GPUs of the real job; here at most 4 processes stand for them")
+    add("--config_file", type=accelerate_file, help="e.g. zero3.yaml; default: the recipe's, or ddp.yaml")
+    size = add.__self__.add_mutually_exclusive_group()
+    size.add_argument("--layers", type=COUNT, help="so many layers, at the model's own width; for a GPU")
+    size.add_argument("--full", action="store_true", help="the recipe's own model, with its weights")
+    add("--output_dir", type=Path, help="new folder for the runs, kept; default: a temporary one")
+
+    add = add_recipe_verb(
+        commands,
         verbs.rent,
         "write job files for SkyPilot, SLURM and Kubernetes with the plan's recommendation",
         params=None,

@@ -64,7 +64,8 @@ def check(arguments: argparse.Namespace) -> int:
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if not errors:
-            print(f"\n{_launch_command(arguments, run, environment)}")
+            launch = _launch_command(arguments, run, environment)
+            print(f"\nfirst, with a small model: {rehearsal_of(launch, run.strategy.world_size)}\n{launch}")
     return 2 if errors else 0
 
 
@@ -81,6 +82,16 @@ def _launch_command(arguments: argparse.Namespace, run, environment) -> str:
     else:  # several machines
         launch = ["accelerate", "launch", *file, "run_sft.py", recipe]
     return shlex.join([*launch, *arguments.overrides])
+
+
+NOT_REHEARSED = (
+    r"^(zero-recipes train|accelerate launch)|run_sft.py | --num_processes \d+| --hosts \S+ --machine_rank \S+"
+)
+
+
+def rehearsal_of(launch: str, gpus: int) -> str:
+    """What to type before a launch."""
+    return f"zero-recipes rehearse{re.sub(NOT_REHEARSED, '', launch)} --gpus {gpus}"
 
 
 def data_findings(run) -> list:

@@ -9,6 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from zero_recipes.core.files import FILES
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import working
+from zero_recipes.tools.check import rehearsal_of
 from zero_recipes.tools.import_config import write_new
 from zero_recipes.tools.plan.command import answer_by, simulated
 from zero_recipes.tools.plan.job import HOSTS, MACHINE_RANK, read_request
@@ -56,6 +57,7 @@ def rent(arguments: argparse.Namespace) -> int:
         "accelerator": SKYPILOT.get(request.gpu.name, request.gpu.name.partition("-")[0].upper()),
         "image": arguments.image,
         "command": command,
+        "rehearsal": rehearsal_of(request.command(job), job.world_size).replace(str(arguments.recipe), str(recipe)),
     }
     loader = PackageLoader("zero_recipes.tools", "templates")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
@@ -64,6 +66,7 @@ def rent(arguments: argparse.Namespace) -> int:
         file = arguments.output_dir / f"{recipe.stem}.{kind}"
         files[file] = environment.get_template(f"{kind}.j2").render(values)
     write_new(files)
+    print(values["rehearsal"])
     for file, submit in zip(files, WRITTEN.values(), strict=True):
         print(submit, file)
     return 0

@@ -125,11 +125,11 @@ def launched(
     if named.isdisjoint(("--save_model", "--save_strategy")):
         words += ["--save_model", "false", "--save_strategy", "no", "--save_on_signal", "false"]
     command = [str(word) for word in (*words, *overrides, *run.words)]
-    exit_code, log = _run(command, folder, label, console, Host().threads(ranks))
-    return _row(folder, run.strategy, exit_code, log), previous
+    exit_code, log = run_logged(command, folder, label, console, Host().threads(ranks))
+    return row_of(folder, run.strategy, exit_code, log), previous
 
 
-def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
+def row_of(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
     """Unreadable files are a failed run."""
     try:
         if exit_code:
@@ -162,7 +162,7 @@ def refuse_results(recipe: Path, settings: recipes.Settings, output_dir: Path, r
         folders.refuse_occupied(folder, None, overwrite=True, inputs=inputs)
 
 
-def _run(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:
+def run_logged(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:
     """(exit code, the log's last 400 lines). The whole log goes to folder/log.txt."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}

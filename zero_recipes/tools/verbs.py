@@ -35,6 +35,7 @@ ask = _elsewhere("ask")
 tune = _elsewhere("tune")
 export = _elsewhere("export")
 rent = _elsewhere("rent")
+rehearse = _elsewhere("rehearse")
 
 
 def plan(arguments: argparse.Namespace) -> int:

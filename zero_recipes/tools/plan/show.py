@@ -12,6 +12,7 @@ from rich.text import Text
 from zero_recipes.core.tables import Column, print_columns
 from zero_recipes.core.units import count, duration, money, percent, size
 from zero_recipes.core.zero_paper import paper_volume
+from zero_recipes.tools.check import rehearsal_of
 from zero_recipes.tools.plan.choose import Change, Recommendation, Row, fewest_gpus
 from zero_recipes.tools.plan.cost import Cost, Range, cost, estimate, how_good
 from zero_recipes.tools.plan.job import Job, PlanRequest, shares_nothing, words
@@ -384,7 +385,8 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
     console.print(Text(bottom_line(answer), style="bold"))
     job = answer.job
     if job:
-        console.print(Text(f"\n{answer.request.command(job)}\n"), soft_wrap=True)
+        command = answer.request.command(job)
+        console.print(Text(f"\n{command}\n"), soft_wrap=True)
     named_rows = short_rows(answer)
     print_columns(*short_columns(answer), named_rows, console)
     first = answer.advice.rows[0].prediction
@@ -404,3 +406,5 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
         lines += [f"{', '.join(names)}: formulas, because {reason}" for reason, names in by_reason.items()]
     for line in lines:
         console.print(Text(line, style="dim"))
+    if job:
+        console.print(Text(f"First, with a small model: {rehearsal_of(command, job.world_size)}"), soft_wrap=True)

@@ -1,0 +1,349 @@
+"""Rehearsals of whole jobs, and of jobs with a fault that neither check nor plan can see."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from tests.helpers.seeded import grid
+from tests.helpers.tiny import ROOT, settings_with, write_model, write_recipe, write_rows
+from zero_recipes.checkpoint.save import write_manifest
+from zero_recipes.core.findings import Refusal
+from zero_recipes.metrics.failure import not_begun
+from zero_recipes.metrics.schema import Failure
+from zero_recipes.tools import main as cli
+from zero_recipes.tools.plan.job import known_models
+from zero_recipes.tools.rehearse import command, one_gpu, phases, small
+
+RUNS = ("longest", "whole", "killed", "resumed", "fewer")
+LORA = {"use_peft": True, "lora_target_modules": ["all-linear"]}
+
+
+def rehearse(recipe: Path, strategy: str, capsys) -> tuple[int, str]:
+    """(exit code, the table and what is below it)."""
+    argv = ["rehearse", str(recipe), "--gpus", "2", "--config_file", f"{strategy}.yaml"]
+    code = cli.main([*argv, "--output_dir", str(recipe.parent / "rehearsal")])
+    return code, capsys.readouterr().out.partition("Phase ")[2]
+
+
+# whole rehearsals
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "strategy, keys",
+    [
+        ("zero2", {"eval_strategy": "steps", "sample_prompts": 2}),
+        grid("zero3", LORA),
+        grid("ddp", {"packing": True}),
+        grid("zero2", {"dataset_streaming": True}),
+        grid("fsdp2", {"gradient_accumulation_steps": 4}),
+    ],
+)
+def test_a_job_without_fault(tmp_path, monkeypatch, capsys, strategy, keys):
+    monkeypatch.chdir(ROOT)
+    code, said = rehearse(write_recipe(tmp_path, **keys), strategy, capsys)
+    assert code == 0 and "failed" not in said, said
+    assert "equal bit for bit" in said and "not reached" not in said
+    resumed = json.loads((tmp_path / "rehearsal" / "resumed" / "metrics.json").read_text())
+    assert resumed["resumed_at"] == [2] and len(resumed["loss_history"]) == 4
+    assert json.loads((tmp_path / "rehearsal" / "killed" / "metrics.json").read_text())["status"] == "running"
+
+
+def unrenderable_row(folder: Path) -> dict:
+    """The template refuses the role in row 900."""
+    rows = folder / "turns"
+    rows.mkdir()
+    said = [{"role": "user", "content": "Say red."}, {"role": "assistant", "content": "Red."}]
+    lines = [json.dumps({"messages": said})] * 1000
+    lines[900] = json.dumps({"messages": [{"role": "tool", "content": "No."}, *said]})
+    (rows / "train.jsonl").write_text("\n".join(lines))
+    (folder / "template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    keys = {"dataset_name": str(rows), "chat_template_path": str(folder / "template.jinja"), "dataset_format": None}
+    return keys
+
+
+def evaluation_without_answers(folder: Path) -> dict:
+    """Fewer rows than ranks, and max_length leaves nothing of the answer."""
+    rows = write_rows(folder / "few")
+    row = json.dumps({"instruction": "Say red. " * 200, "input": "", "output": "red"})
+    (rows / "test.jsonl").write_text(row + "\n")
+    return {"dataset_name": str(rows), "eval_strategy": "steps"}
+
+
+def own_model(folder: Path, code: str) -> dict:
+    """A model with code of its own."""
+    model = write_model(folder / "own")
+    config = json.loads((model / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (model / "config.json").write_text(json.dumps(config))
+    head = "from transformers import GPTNeoXForCausalLM\n\nclass OwnForCausalLM(GPTNeoXForCausalLM):\n"
+    (model / "modeling_own.py").write_text(head + code)
+    return {"model_name_or_path": str(model), "trust_remote_code": True}
+
+
+def fails_in_generate(folder: Path) -> dict:
+    code = "    def prepare_inputs_for_generation(self, *_, **__):\n        raise KeyError('cache')\n"
+    return own_model(folder, code) | {"sample_prompts": ["Say red."]}
+
+
+def leaves_a_tensor_out(folder: Path) -> dict:
+    code = (
+        "    def save_pretrained(self, folder, state_dict=None, **more):\n"
+        "        state_dict = dict(self.state_dict() if state_dict is None else state_dict)\n"
+        "        if 'rehearsal/whole' in str(folder) and 'checkpoint' not in str(folder):\n"
+        "            state_dict.pop('gpt_neox.layers.1.mlp.dense_h_to_4h.weight')\n"
+        "        super().save_pretrained(folder, state_dict=state_dict, **more)\n"
+    )
+    return own_model(folder, code)
+
+
+def counts_its_calls(folder: Path) -> dict:
+    """What training depends on is in no checkpoint."""
+    code = (
+        "    calls = 0\n"
+        "    def forward(self, *arguments, **more):\n"
+        "        if self.training:\n"
+        "            self.calls += 1\n"
+        "            self.gpt_neox.final_layer_norm.bias.data.add_(0.01 * self.calls)\n"
+        "        return super().forward(*arguments, **more)\n"
+    )
+    return own_model(folder, code)
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "plant, phase, words",
+    [
+        grid(unrenderable_row, "rows", "no tools"),
+        grid(evaluation_without_answers, "rows", "ZR513"),
+        grid(fails_in_generate, "samples", "model_kwargs"),
+        grid(leaves_a_tensor_out, "checkpoints, model", "dense_h_to_4h"),
+        grid(counts_its_calls, "resume", "losses"),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path, monkeypatch, capsys, plant, phase, words):
+    monkeypatch.chdir(ROOT)
+    code, said = rehearse(write_recipe(tmp_path, **plant(tmp_path)), "ddp", capsys)
+    table, _, found = said.partition("rehearsed in")
+    failed = [line for line in table.splitlines() if " failed " in line]
+    assert code in (1, 2) and len(failed) == 1 and failed[0].startswith(phase), said
+    assert words in found
+
+
+# what is judged, without runs
+
+
+def rehearsal_with(**keys) -> phases.Rehearsal:
+    return phases.Rehearsal(Path("r.yaml"), settings_with(**keys), [], Path("zero2.yaml"), 2, None)
+
+
+def left(folder: Path, weights: bytes = b"same", status: str = "ok", **known) -> phases.Ran:
+    """What a launch of the folder's name leaves."""
+    checkpoint = folder / phases.LAST
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(weights)
+    write_manifest(checkpoint, {"step": 4})
+    losses = {"loss_history": [2.0, 1.5, 1.25, 1.0], "grad_norm_history": [1.0] * 4}
+    seconds = {"data": 1.0, "model": 2.0, "train": 3.0, "eval": 4.0, "save": 5.0}
+    row = not_begun("r", "zero2", phase_seconds=seconds, **(losses | known))
+    return phases.Ran(folder, row.model_copy(update={"status": status}), 9.0)
+
+
+def ran_well(folder: Path, **others: phases.Ran) -> dict[str, phases.Ran]:
+    ran = {name: left(folder / name, status="running" if name == "killed" else "ok") for name in RUNS}
+    return ran | others
+
+
+def results(ran: dict[str, phases.Ran], monkeypatch, **keys) -> dict[str, phases.Row]:
+    monkeypatch.setattr(phases, "verify", lambda *_, **__: {"tensors": 3})
+    return {row.phase: row for row in phases.table_of(rehearsal_with(max_steps=100, **keys), ran)}
+
+
+def test_every_phase_of_launches_that_ran_well_is_ok(tmp_path, monkeypatch):
+    rows = results(ran_well(tmp_path), monkeypatch)
+    assert {row.result for row in rows.values()} == {"ok"} and len(rows) == 12
+    assert rows["rows"].seconds == 1.0 and rows["kill"].seconds == 9.0
+
+
+@pytest.mark.parametrize(
+    "launch, failed_in, status, phase",
+    [
+        ("longest", "data", "refused", "rows"),
+        ("longest", "startup", "refused", "rows"),
+        ("longest", "train", "oom", "longest rows"),
+        ("whole", "train", "failed", "training"),  # a callback that dies
+        ("longest", "eval", "failed", "evaluation"),  # a metric that raises
+        ("whole", "eval", "failed", "samples"),
+        ("whole", "data", "refused", "samples"),
+        ("whole", "save", "failed", "checkpoints, model"),  # a disk that is full at the second checkpoint
+        ("killed", "save", "failed", "kill"),
+        ("killed", None, "ok", "kill"),  # it was over before it could be killed
+    ],
+)
+def test_a_launch_that_fails_is_a_phase_that_fails(tmp_path, monkeypatch, launch, failed_in, status, phase):
+    ran = ran_well(tmp_path)
+    names = RUNS[: RUNS.index(launch) + 1]
+    failure = Failure(phase=failed_in, code="ZR523" if status == "refused" else None)
+    metrics = ran[launch].metrics.model_copy(update={"status": status, "error": "no room", "failure": failure})
+    ran = {name: ran[name] for name in names} | {launch: ran[launch]._replace(metrics=metrics)}
+    rows = results(ran, monkeypatch)
+    row = rows[phase]
+    assert row.result == "failed" and row.detail == ("ZR523" if status == "refused" else "ZR865")
+    assert row.finding.fix and ("no room" in row.finding.what)
+    after = list(rows)[list(rows).index(phase) + 1 :]
+    assert {rows[name].result for name in after} == {"not reached"}
+    assert {rows[name].result for name in rows if name not in (phase, *after)} <= {"ok"}
+
+
+@pytest.mark.parametrize(
+    "name, change, phase, code",
+    [
+        ("resumed", {"weights": b"other"}, "resume", "ZR866"),
+        ("resumed", {"loss_history": [2.0, 1.5, 1.25, 1.0000001]}, "resume", "ZR866"),
+        ("resumed", {"grad_norm_history": [1.0] * 3}, "resume", "ZR866"),
+        ("fewer", {"loss_history": [2.0, 1.5, 1.4, 1.0]}, "resume on half", "ZR867"),
+        ("fewer", {"loss_history": [2.0, 1.5]}, "resume on half", "ZR867"),
+    ],
+)
+def test_a_resumed_run_that_is_another_is_found(tmp_path, monkeypatch, name, change, phase, code):
+    rows = results(ran_well(tmp_path / "all", **{name: left(tmp_path / name, **change)}), monkeypatch)
+    assert {row.phase: row.detail for row in rows.values() if row.result == "failed"} == {phase: code}
+
+
+def test_a_strategy_that_cannot_resume_on_fewer_ranks_is_no_fault(tmp_path, monkeypatch):
+    refused = left(tmp_path / "fewer", status="refused", failure=Failure(phase="startup", code="ZR712"))
+    row = results(ran_well(tmp_path / "all", fewer=refused), monkeypatch)["resume on half"]
+    assert (row.result, row.detail) == ("left out", "ZR712")
+
+
+def test_without_checkpoints_nothing_is_killed(tmp_path, monkeypatch):
+    rows = results({name: left(tmp_path / name) for name in RUNS[:2]}, monkeypatch, save_only_model=True)
+    assert [name for name, row in rows.items() if row.result == "left out"] == ["kill", "resume", "resume on half"]
+
+
+@pytest.mark.parametrize(
+    "kind, values, code",
+    [
+        ("linear", {}, None),
+        ("cosine", {}, None),
+        ("constant_with_warmup", {}, None),
+        ("warmup_stable_decay", {"num_decay_steps": 45, "num_stable_steps": 50}, None),
+        ("warmup_stable_decay", {"num_decay_steps": 20, "num_stable_steps": 30}, "ZR868"),
+    ],
+)
+def test_a_schedule_that_ends_early_is_found(kind, values, code):
+    settings = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": values, "max_steps": 100, "warmup_steps": 5}
+    rehearsal = rehearsal_with(**settings)
+    if code is None:
+        assert "100" in phases.scheduled(rehearsal, {})
+    else:
+        with pytest.raises(Refusal) as refused:
+            phases.scheduled(rehearsal, {})
+        assert refused.value.codes == [code]
+
+
+# the small model
+
+
+@pytest.mark.parametrize("name", ["google/gemma-3-1b-it", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "mixtral"])
+def test_a_small_model_is_of_the_same_kind(name):
+    if name == "mixtral":
+        sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
+        large = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2} | sizes
+    else:
+        large = known_models()[name]["config"]
+    kind = large["model_type"]
+    whole = AutoConfig.for_model(**large)
+    cut = AutoConfig.for_model(**large)
+    assert small.cut_layers(cut, 2) == [f"2 of {whole.num_hidden_layers} layers"]
+    assert small.cut_width(cut, shares=4)
+    assert cut.num_hidden_layers == 2 and cut.hidden_size < whole.hidden_size / 4
+    assert cut.num_attention_heads * whole.num_key_value_heads == whole.num_attention_heads * cut.num_key_value_heads
+    assert cut.num_key_value_heads == min(4, whole.num_key_value_heads)
+    if kind == "gemma3_text":
+        assert cut.layer_types == ["sliding_attention", "full_attention"]
+    if kind == "mixtral":
+        assert (cut.num_local_experts, cut.num_experts_per_tok) == (4, 2)
+    for key in ("vocab_size", "tie_word_embeddings", "rope_parameters", "sliding_window", "max_position_embeddings"):
+        assert getattr(cut, key, None) == getattr(whole, key, None)
+
+
+# the machine
+
+
+@pytest.mark.parametrize(
+    "gpus, cards, cores, shares, ranks",
+    [
+        (8, 0, 2, 1, 2),
+        (8, 0, 16, 1, 4),
+        (3, 0, 16, 1, 3),
+        (1, 0, 16, 1, 1),
+        (8, 1, 2, 1, 4),
+        (8, 2, 2, 1, 2),
+        (6, 0, 16, 4, 4),
+    ],
+)
+def test_as_many_ranks_as_the_machine_takes(gpus, cards, cores, shares, ranks):
+    assert command.ranks_of(gpus, cards, cores, shares) == ranks
+
+
+def test_what_needs_a_gpu_is_named_and_replaced():
+    settings = settings_with(tf32=True, optim="paged_adamw_8bit", attn_implementation="flash_attention_2")
+    words, needed = command.cpu_words(settings)
+    assert needed == ["attn_implementation: flash_attention_2", "tf32: True", "optim: paged_adamw_8bit"]
+    assert " ".join(words).endswith("--attn_implementation sdpa --tf32 null --optim adamw_torch")
+
+
+class Installed:
+    def __init__(self, version: str):
+        self.version = version
+
+    def locate_file(self, path: str) -> Path:
+        return Path("/site") / path
+
+
+@pytest.mark.parametrize("version", [None, "2.28.9", "2.30.1"])
+def test_an_old_nccl_is_refused(monkeypatch, version):
+    monkeypatch.setattr(one_gpu.metadata, "distributions", lambda name: [Installed(version)] if version else [])
+    if version == "2.30.1":
+        assert one_gpu.nccl_library() == Path("/site/nvidia/nccl/lib/libnccl.so.2")
+        return
+    with pytest.raises(Refusal, match="ZR869"):
+        one_gpu.nccl_library()
+
+
+# waits for ever as rank 0, and fails as rank 1
+STUB = """
+echo "$LD_PRELOAD $NCCL_MULTI_RANK_GPU_ENABLE $NCCL_NVLS_ENABLE $*" >"$OUT/$5"
+if [ "$5" = 1 ]; then
+    until [ -s "$OUT/0" ]; do :; done
+    exit 3
+fi
+exec tail -f /dev/null
+"""
+
+
+def test_ranks_on_one_gpu_are_machines_of_their_own(tmp_path):
+    rehearsal = rehearsal_with()
+    rehearsal.__dict__["nccl"] = Path("/nccl.so")
+    words = command.command_of(rehearsal, tmp_path / "whole")
+    assert words[:4] == ["bash", str(one_gpu.SCRIPT), "/nccl.so", "2"]
+    assert "accelerate.commands.launch" in words and "--num_machines" not in words
+    stub = tmp_path / "stub.sh"
+    stub.write_text(STUB)
+    started = ["bash", one_gpu.SCRIPT, "/nccl.so", "2", "1234", "bash", stub, "-m", "run_sft.py"]
+    ended = subprocess.run(started, env=os.environ | {"OUT": str(tmp_path)}, capture_output=True, timeout=60)
+    assert ended.returncode == 3, "the other rank was left, or the exit code was lost"
+    for rank in ("0", "1"):
+        said = (tmp_path / rank).read_text()
+        assert said.startswith("/nccl.so 1 0 -m --num_machines 2 --machine_rank " + rank)
+        assert "--main_process_port 1234" in said and said.endswith(" run_sft.py\n")

@@ -1,0 +1,5 @@
+"""`zero-recipes rehearse`: the whole job with a small model, before it costs money."""
+
+from zero_recipes.tools.rehearse.command import rehearse
+
+__all__ = ["rehearse"]

@@ -1,0 +1,182 @@
+"""`zero-recipes rehearse`: launch a recipe as it is, with a small model, and judge every phase of the job."""
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from zero_recipes.checkpoint.save import MANIFEST
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.accelerate import FOLDER, file_named
+from zero_recipes.core.files import at_hand
+from zero_recipes.core.findings import FAILED, REFUSED, shown
+from zero_recipes.core.host import Host
+from zero_recipes.core.process import kill_with_children
+from zero_recipes.core.tables import Column, plain, print_columns, terminal, working
+from zero_recipes.core.units import duration
+from zero_recipes.data.samples import takes_rows
+from zero_recipes.engine.warnings import quieten
+from zero_recipes.metrics.schema import FILE, Metrics
+from zero_recipes.tools import sweep
+from zero_recipes.tools.rehearse import one_gpu
+from zero_recipes.tools.rehearse.phases import DATA, FIRST, RESUMED, Ran, Rehearsal, table_of
+from zero_recipes.tools.rehearse.small import make_small
+
+MOST_RANKS = 4
+MOST_PASSES = 2  # micro batches of a step
+MOST_SAMPLES = 8
+NEW_TOKENS = 8
+POLL_SECONDS = 0.01
+COLUMNS = [
+    Column("Phase", lambda row: row.phase),
+    Column("Time", lambda row: "" if row.seconds is None else duration(row.seconds)),
+    Column("Result", lambda row: row.result),
+    Column("", lambda row: row.detail),
+]
+
+
+def rehearse(arguments: argparse.Namespace) -> int:
+    """Raises Refusal before the first launch."""
+    quieten()
+    console = terminal()
+    began = time.perf_counter()
+    folder = arguments.output_dir or Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    rehearsal = read_rehearsal(arguments, folder, console)
+    ran = launch_all(rehearsal, folder, console)
+    rows = table_of(rehearsal, ran)
+    print_columns(COLUMNS, [], rows, console)
+    if rehearsal.nccl and "whole" in ran:
+        one_gpu.print_memory(ran["whole"].metrics, console)
+    console.print(f"rehearsed in {duration(time.perf_counter() - began)}")
+    findings = [row.finding for row in rows if row.finding is not None]
+    if findings:
+        console.print(plain(shown(findings)), soft_wrap=True)
+        statuses = [one.metrics.status for name, one in ran.items() if name not in RESUMED]
+        return REFUSED if "refused" in statuses else FAILED
+    if arguments.output_dir is None:
+        shutil.rmtree(folder)
+    return 0
+
+
+def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console) -> Rehearsal:
+    """Write the small model, and say what is smaller than the job. Raises Refusal."""
+    path = arguments.recipe
+    mapping = recipes.recipe_in_force(path)
+    real = recipes.parse_recipe(path, mapping, arguments.overrides)
+    settings = real.settings
+    shares = settings.sequence_parallel_size
+    cards = 0 if settings.use_cpu else torch.cuda.device_count()
+    ranks = ranks_of(arguments.gpus, cards, Host().cores(), shares)
+    passes = recipes.derive_accumulation(settings, real.explicit, arguments.gpus // shares)
+    passes = min(passes or settings.gradient_accumulation_steps, MOST_PASSES)
+    words = [*arguments.overrides, *DATA["every_launch"].split(), *shortened(settings, ranks // shares, passes)]
+    place = f"{ranks} of {arguments.gpus} ranks"
+    if not cards:
+        on_cpu, needed = cpu_words(settings)
+        words += on_cpu
+        place += f" on CPUs: without {', '.join(['NCCL', *needed])}"
+    model = f"the whole of {settings.model_name_or_path}"
+    if not arguments.full:
+        small = folder / "model"
+        with working(f"making a small {settings.model_name_or_path}", console):
+            model = make_small(recipes.parse_recipe(path, mapping, words).settings, small, arguments.layers)
+        words += ["--model_name_or_path", str(small), "--model_revision", "main", "--random_weights", "false"]
+    console.print(plain(f"{model}\n{place}"), soft_wrap=True)
+    config_file = arguments.config_file or file_named(mapping) or at_hand(FOLDER / "ddp.yaml")
+    nccl = one_gpu.nccl_library() if cards == 1 < ranks else None
+    return Rehearsal(path, settings, words, config_file, ranks, nccl)
+
+
+def ranks_of(gpus: int, cards: int, cores: int, shares: int) -> int:
+    """Processes of the rehearsal. `cards`: GPUs here; `shares`: processes that share a sequence."""
+    here = {0: max(2, cores), 1: MOST_RANKS}.get(cards, cards)
+    ranks = min(gpus, MOST_RANKS, here)
+    return max(shares, ranks - ranks % shares)
+
+
+def shortened(settings: recipes.Settings, replicas: int, passes: int) -> list[str]:
+    """Overrides that depend on the recipe. `replicas`: ranks with rows of their own; `passes`: of a step."""
+    values: dict[str, Any] = {"gradient_accumulation_steps": passes}
+    values["sample_max_new_tokens"] = min(settings.sample_max_new_tokens, NEW_TOKENS)
+    if settings.global_batch_size is not None:
+        values["global_batch_size"] = settings.per_device_train_batch_size * passes * replicas
+    if settings.warmup_steps >= 1:
+        values["warmup_steps"] = 1
+    if takes_rows(settings.sample_prompts):
+        values["sample_prompts"] = min(int(settings.sample_prompts), MOST_SAMPLES)
+    return [f"--{key}={value}" for key, value in values.items()]
+
+
+def cpu_words(settings: recipes.Settings) -> tuple[list[str], list[str]]:
+    """(overrides in place of what needs a GPU, what needs one)."""
+    words = ["--skip_plan", "true", "--supervised_logits_only", "true"]  # as TRL does on GPUs
+    needed = []
+    for key, (values, instead) in DATA["need_gpu"].items():
+        value = str(getattr(settings, key))
+        if re.search(values, value):
+            words += [f"--{key}", instead]
+            needed.append(f"{key}: {value}")
+    return words, needed
+
+
+def launch_all(rehearsal: Rehearsal, folder: Path, console: Console) -> dict[str, Ran]:
+    """Up to one that fails and that others go on from."""
+    ran: dict[str, Ran] = {}
+    for name in rehearsal.launches:
+        label = f"[{len(ran) + 1}/{len(rehearsal.launches)}] {name}"
+        ran[name] = launched(rehearsal, folder / name, label, console)
+        if not (ran[name].is_over or name in RESUMED):
+            break
+    return ran
+
+
+def launched(rehearsal: Rehearsal, out: Path, label: str, console: Console) -> Ran:
+    """`out`: a folder of the launch's name."""
+    began = time.perf_counter()
+    if out.name in RESUMED:
+        shutil.copytree(out.with_name("killed"), out)
+    over = threading.Event()
+    if out.name == "killed":
+        threading.Thread(target=_kill_when_saved, args=(out, over), daemon=True).start()
+    command = command_of(rehearsal, out)
+    exit_code, log = sweep.run_logged(command, out, label, console, Host().threads(rehearsal.ranks))
+    if over.is_set():
+        metrics = Metrics.read(out / FILE)
+    else:
+        over.set()
+        metrics = sweep.row_of(out, rehearsal.config_file.stem, exit_code, log)
+    seconds = time.perf_counter() - began
+    console.print(plain(f"{label}: {metrics.status} after {duration(seconds)}"), soft_wrap=True)
+    return Ran(out, metrics, seconds)
+
+
+def command_of(rehearsal: Rehearsal, out: Path) -> list[str]:
+    ranks = rehearsal.ranks // 2 if out.name == "fewer" else rehearsal.ranks
+    words: list[Any] = [sys.executable, "-m", "accelerate.commands.launch"]
+    if rehearsal.nccl and ranks > 1:
+        words = ["bash", one_gpu.SCRIPT, rehearsal.nccl, ranks, get_free_port(), *words]
+    else:
+        words += ["--num_machines", 1, "--machine_rank", 0, "--main_process_port", 0]
+    words += ["--config_file", rehearsal.config_file, "--num_processes", ranks, at_hand("run_sft.py")]
+    words += [rehearsal.recipe, "--output_dir", out, *rehearsal.words, *rehearsal.launches[out.name]]
+    return [str(word) for word in words]
+
+
+def _kill_when_saved(out: Path, over: threading.Event) -> None:
+    """SIGKILL for a launch once its first checkpoint is whole: in the next step, or just before it. Sets `over`."""
+    while not over.wait(POLL_SECONDS):
+        if (out / FIRST / MANIFEST).exists():
+            over.set()
+            for process in psutil.Process().children():
+                if str(out) in process.cmdline():
+                    kill_with_children(process)

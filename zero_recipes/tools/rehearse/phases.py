@@ -1,0 +1,203 @@
+"""The phases of a rehearsal, judged by what its launches leave."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import get_scheduler
+
+from zero_recipes.checkpoint.save import NotWhole, read_manifest
+from zero_recipes.config.recipe import Settings
+from zero_recipes.core.files import package_yaml
+from zero_recipes.core.findings import Finding, Refusal, first_line, refusal
+from zero_recipes.core.units import percent
+from zero_recipes.metrics.schema import Metrics
+from zero_recipes.tools.verify import verify
+
+DATA = package_yaml(__package__, "rehearsal.yaml")
+FIRST = "checkpoint-2"
+LAST = "checkpoint-4"
+APART = 0.05  # of losses on half as many ranks: sums in another order, other random numbers of dropout
+RESUMED = ("resumed", "fewer")  # launches
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What is launched, decided before the first launch."""
+
+    recipe: Path
+    settings: Settings  # of the real job
+    words: list[str]  # overrides of every launch
+    config_file: Path  # of accelerate
+    ranks: int
+    nccl: Path | None  # its library, for several ranks on one GPU
+
+    @property
+    def launches(self) -> dict[str, list[str]]:
+        """{launch: its overrides}, in order."""
+        settings = self.settings
+        resumes = settings.sequence_parallel_size == 1 and not settings.save_only_model
+        applies = {
+            "longest_first": not (settings.packing or settings.dataset_streaming or settings.streaming),
+            "checkpoints": resumes,
+            "evaluates": settings.evaluates,
+            "keeps_best": settings.load_best_model_at_end,
+        }
+        launches = {}
+        for name, parts in DATA["launches"].items():
+            texts = [DATA["overrides"][part] for part in parts if applies.get(part, True)]
+            launches[name] = " ".join(texts).split()
+        if not resumes:
+            del launches["killed"], launches["resumed"]
+        if not resumes or self.ranks == 1:
+            del launches["fewer"]
+        return launches
+
+
+class Ran(NamedTuple):
+    """What a launch has left."""
+
+    folder: Path  # of the launch's name
+    metrics: Metrics
+    seconds: float  # of the whole launch
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it came to its end. Metrics of a killed run say that it is running."""
+        return self.metrics.status == ("running" if self.folder.name == "killed" else "ok")
+
+
+Runs = Mapping[str, Ran]  # by the launch's name
+
+
+class Row(NamedTuple):
+    """A phase in the table."""
+
+    phase: str
+    result: str  # ok, failed, left out, not reached
+    seconds: float | None = None
+    detail: str = ""
+    finding: Finding | None = None
+
+
+def table_of(rehearsal: Rehearsal, ran: Runs) -> list[Row]:
+    rows = []
+    for launch, phases in DATA["phases"].items():
+        is_reached = launch in ran
+        breaks = None
+        if is_reached and not ran[launch].is_over:
+            breaks = breaks_in(phases, ran[launch].metrics)
+        for phase, key in phases.items():
+            if launch not in rehearsal.launches:
+                rows.append(Row(phase, "left out", detail="no checkpoint, or one rank"))
+            elif not is_reached:
+                rows.append(Row(phase, "not reached"))
+            else:
+                rows.append(judged(phase, key, breaks, rehearsal, ran[launch], ran))
+                is_reached = phase != breaks
+    return rows
+
+
+def breaks_in(phases: Mapping[str, str | None], metrics: Metrics) -> str:
+    """The phase in which a launch failed."""
+    failed = metrics.failure.phase if metrics.failure else None
+    for phase, key in phases.items():
+        if key == failed:
+            return phase
+    return list(phases)[0 if failed in ("startup", "data", "model") else -1]
+
+
+def judged(phase: str, key: str | None, breaks: str | None, rehearsal: Rehearsal, mine: Ran, ran: Runs) -> Row:
+    """`breaks`: the phase in which this launch failed."""
+    metrics = mine.metrics
+    seconds = (metrics.phase_seconds or {}).get(key) if key else mine.seconds
+    code = (metrics.failure and metrics.failure.code) or ""
+    if metrics.status == "refused" and mine.folder.name in RESUMED:  # the strategy, or the order of the rows
+        return Row(phase, "left out", seconds, code)
+    if key == "eval" and not (seconds or breaks):
+        return Row(phase, "left out", detail="not in the recipe")
+    try:
+        if phase == breaks:
+            raise broken(phase, metrics.error or metrics.status, mine.folder)
+        judge = None if breaks else JUDGES.get(phase)
+        return Row(phase, "ok", seconds, judge(rehearsal, ran) if judge else "")
+    except Refusal as ending:
+        return Row(phase, "failed", seconds, code or ending.codes[0], ending.findings[0])
+
+
+def broken(phase: str, error: str, folder: Path) -> Refusal:
+    return refusal("ZR865", phase=phase, error=error, log=folder / "log.txt")
+
+
+# judges: each returns a detail for the table, and raises a Refusal
+
+
+def verified(rehearsal: Rehearsal, ran: Runs) -> str:
+    """As `zero-recipes verify --deep`."""
+    folder = ran["whole"].folder
+    try:
+        found = verify(folder, deep=True, trust_remote_code=rehearsal.settings.trust_remote_code)
+    except NotWhole as error:
+        raise broken("verify", first_line(error), folder) from error
+    return f"{found['tensors']} tensors"
+
+
+def scheduled(rehearsal: Rehearsal, _: Runs) -> str:
+    """The real job's learning rate arrives at its end with the last step, and not before."""
+    settings = rehearsal.settings
+    steps = settings.max_steps
+    if steps <= 0:
+        return "not judged: by epochs"
+    warmup = settings.warmup_steps
+    schedule = get_scheduler(
+        settings.lr_scheduler_type,
+        torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate),
+        num_warmup_steps=int(warmup) if warmup >= 1 else round(warmup * steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs=dict(settings.lr_scheduler_kwargs or {}),
+    )
+    if not hasattr(schedule, "lr_lambdas"):
+        return "not judged: by the loss"
+    factors = [schedule.lr_lambdas[0](step) for step in range(1, steps)]  # the first step may have 0, of a warm-up
+    idle = factors.count(0)
+    if idle > 1:
+        raise refusal("ZR868", idle=idle, steps=steps)
+    return f"ends with step {steps:,}"
+
+
+def resumed_alike(_: Rehearsal, ran: Runs) -> str:
+    """The killed and resumed run is the uninterrupted one, bit for bit."""
+    one = outcome(ran["whole"])
+    other = outcome(ran["resumed"])
+    different = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    if different:
+        text = "; ".join(f"{name} {other.get(name)} instead of {one.get(name)}" for name in different)
+        raise refusal("ZR866", different=text, folder=ran["resumed"].folder)
+    return "equal bit for bit"
+
+
+def outcome(ran: Ran) -> dict:
+    """Losses, gradient norms, and the checksums of the last checkpoint's files with weights."""
+    checksums = read_manifest(ran.folder / LAST)["checksums"]
+    weights = {name: digits for name, digits in checksums.items() if name.endswith((".safetensors", ".distcp"))}
+    return {"losses": ran.metrics.loss_history, "gradient norms": ran.metrics.grad_norm_history, **weights}
+
+
+def resumed_on_fewer(_: Rehearsal, ran: Runs) -> str:
+    """The losses go on as those of twice as many ranks."""
+    one = ran["whole"].metrics.losses
+    other = ran["fewer"].metrics.losses
+    apart = max(abs(other.get(step, 0.0) / loss - 1) for step, loss in one.items())
+    if apart > APART:
+        raise refusal("ZR867", losses=list(other.values()), whole=list(one.values()))
+    return f"losses {percent(apart)} apart"
+
+
+JUDGES = {
+    "verify": verified,
+    "schedule": scheduled,
+    "resume": resumed_alike,
+    "resume on half": resumed_on_fewer,
+}

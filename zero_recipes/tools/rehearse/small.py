@@ -1,0 +1,104 @@
+"""A model like the recipe's, made small: fewer layers, narrower, its vocabulary whole, random weights."""
+
+import shutil
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from zero_recipes import model as models
+from zero_recipes.config.recipe import Settings
+from zero_recipes.core.files import package_yaml
+from zero_recipes.core.findings import library_error_as_finding
+from zero_recipes.tools.verbs import fetch_model
+
+SIZES = package_yaml(__package__, "rehearsal.yaml")["small_model"]
+GENERATION = "generation_config.json"
+
+
+def make_small(settings: Settings, folder: Path, layers: int | None) -> str:
+    """Write a small model, with the tokenizer and the code of the recipe's. Returns what was cut, in words.
+
+    `layers`: so many, at the model's own width; None makes it narrow, too. Raises Refusal.
+    """
+    source = fetch_model(settings.replace(random_weights=True))  # without weights
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*SIZES["not_copied"]))
+    small = settings.replace(model_name_or_path=str(folder), model_revision=None, random_weights=True)
+    config = models.load_config(small)
+    with library_error_as_finding(f"making a smaller {settings.model_name_or_path} (--layers 2 keeps its width)"):
+        cuts = cut_layers(config.get_text_config(), layers or SIZES["layers"])
+        if layers is None:
+            cuts += cut_width(config.get_text_config(), settings.sequence_parallel_size)
+        vars(config).pop("quantization_config", None)
+        model = models.load_model(config, small)
+    if config.dtype is not None:
+        model.to(config.dtype)  # as its files have it
+    model.save_pretrained(folder)
+    if (source / GENERATION).is_file():
+        shutil.copy(source / GENERATION, folder)
+    parameters, _ = models.parameter_counts(model)
+    cuts.append(f"the whole vocabulary, random weights: {parameters:,} parameters")
+    return f"{type(model).__name__} with {', '.join(cuts)}"
+
+
+def cut_layers(config: PretrainedConfig, layers: int) -> list[str]:
+    """Keep so many layers, and one of each kind at least. Returns what was cut."""
+    total = config.num_hidden_layers
+    # lists with an entry for each layer say of which kind it is
+    per_layer = {}
+    for key, value in vars(config).items():
+        if isinstance(value, list) and len(value) == total:
+            per_layer[key] = value
+    kinds = list(zip(*per_layer.values(), strict=True)) or [()] * total
+    of_each_kind = {kinds.index(kind) for kind in kinds}
+    others = [number for number in range(total) if number not in of_each_kind]
+    kept = sorted([*of_each_kind, *others[: max(0, layers - len(of_each_kind))]])
+    config.num_hidden_layers = len(kept)
+    for key, value in per_layer.items():
+        setattr(config, key, [value[number] for number in kept])
+    if getattr(config, "first_k_dense_replace", None):  # DeepSeek: the layers before the first with experts
+        config.first_k_dense_replace = 1
+    return [f"{len(kept)} of {total} layers"]
+
+
+def cut_width(config: PretrainedConfig, shares: int) -> list[str]:
+    """Heads stay in proportion to key and value heads, other widths to the hidden size. Returns what was cut.
+
+    `shares`: ranks that share the heads.
+    """
+    cuts = []
+    most = SIZES["experts"]
+    for key in SIZES["numbers_of_experts"]:
+        number = getattr(config, key, 0)
+        if number > most:
+            setattr(config, key, most)
+            config.num_experts_per_tok = min(config.num_experts_per_tok, most // 2)
+            cuts.append(f"{most} of {number} experts")
+    hidden = config.hidden_size
+    if hidden <= SIZES["wide_enough"]:
+        return cuts
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    own_width = getattr(config, "head_dim", None)
+    width = own_width or hidden // heads
+    new_keys = min(keys, max(2, shares))
+    new_heads = heads // keys * new_keys
+    new_width = min(width, SIZES["head_width"])
+    rope = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, list) for value in rope.values()):  # a number for each of a head's frequencies
+        new_width = width
+    share = new_heads * new_width / (heads * width)
+    config.hidden_size = narrowed(hidden, share)
+    config.num_attention_heads = new_heads
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = new_keys
+    if own_width:
+        config.head_dim = new_width
+    for key in SIZES["widths"]:
+        if getattr(config, key, None):
+            setattr(config, key, narrowed(getattr(config, key), share))
+    return [*cuts, f"hidden size {config.hidden_size:,} of {hidden:,}", f"{new_heads} of {heads} heads"]
+
+
+def narrowed(value: int, share: float) -> int:
+    """A multiple of 8."""
+    return max(8, 8 * round(value * share / 8))
