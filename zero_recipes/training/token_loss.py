@@ -84,7 +84,7 @@ class TokenWeights:
         if self._ends_with_repeated_rows(left_over) and "labels" in batches[-1]:
             tokens = self._tokens_repeated(batches[-1], lengths[-1], left_over)
             self._repeated = (batches[-1], tokens)
-            batches[-1]["labels"].masked_fill_(tokens, -100)
+            without_loss(batches[-1], tokens)
             count = count_again(batches, device)
         return batches, count
 
@@ -102,7 +102,7 @@ class TokenWeights:
         lengths = inputs.pop(ROW_LENGTHS, None)
         left_over = self.trainer.accelerator.gradient_state.remainder
         if self._ends_with_repeated_rows(left_over) and "labels" in inputs:
-            inputs["labels"].masked_fill_(self._tokens_repeated(inputs, lengths, left_over), -100)
+            without_loss(inputs, self._tokens_repeated(inputs, lengths, left_over))
         result = predict(model, inputs, *arguments, **keywords)
         if "labels" in inputs and result[0] is not None:
             tokens = (inputs["labels"][..., 1:] != -100).sum().to(self._evaluated)
@@ -125,6 +125,10 @@ class TokenWeights:
 
     def _tokens_repeated(self, batch: Batch, lengths: list[int] | None, left_over: int) -> torch.Tensor:
         return tokens_repeated(batch["labels"], lengths, left_over, self.trainer.accelerator.process_index)
+
+
+def without_loss(batch: Batch, tokens: torch.Tensor) -> None:
+    batch["labels"].masked_fill_(tokens, -100)
 
 
 def collated_with_lengths(collate: Callable[[list[dict]], Batch], rows: list[dict]) -> Batch:
