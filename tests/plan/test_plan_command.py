@@ -69,7 +69,7 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, monkeypatch):
         assert fits == ("fits" if high <= 85.5 else "may run out" if low <= 85.5 else "does not fit")
     monkeypatch.setenv("COLUMNS", "240")
     verbose = plan(capsys, "--verbose")
-    assert "+17.8 GB" in verbose and verbose.count(" are in the range, ") == 1
+    assert "+17.4 GB" in verbose and verbose.count(" are in the range, ") == 1
     assert "zero0: the cheapest change that fits: zero3" in verbose
 
 

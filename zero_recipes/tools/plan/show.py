@@ -397,7 +397,7 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
         lines = [basis, *notes(answer)]
     else:
         quality = how_good(answer.recommended.job, answer.request.gpu)
-        lines = [quality, f"{basis}. For parts, phases and caveats, use -v."]
+        lines = [quality, f"{basis}. More: -v."]
         by_reason = {}
         for note in _of_predictions(row for _, row in named_rows):
             strategy, by, reason = note.partition(BY_FORMULAS)
