@@ -192,6 +192,7 @@ def loaded(attn_implementation: str | None):
     """A small Llama as the recipe's attn_implementation makes it."""
     keys = {"model_name_or_path": "m", "dtype": "float32", "attn_implementation": attn_implementation}
     keys |= {"load_in_4bit": False, "load_in_8bit": False, "model_init_kwargs": None, "trust_remote_code": False}
+    keys |= {"deepspeed": None, "use_peft": False}
     arguments = SimpleNamespace(**keys, seed=0, random_weights=True)
     return load.load_model(transformers.LlamaConfig(**SIZES), arguments)
 

@@ -135,7 +135,7 @@ def test_a_sweep_of_a_recipe_with_a_ds_config_is_refused(
 ):
     """Under ddp.yaml it would train at stage 2, in a row that is called ddp."""
     launched = []
-    monkeypatch.setattr("zero_recipes.tools.sweep._run", lambda *words: launched.append(words) or (1, ""))
+    monkeypatch.setattr("zero_recipes.tools.sweep.run_logged", lambda *words: launched.append(words) or (1, ""))
     sweep = ["sweep", "recipes/pythia-zero2.yaml", "--strategies", strategies, "--output_dir", str(tmp_path / "out")]
     assert cli.main([*sweep, *words]) == (2 if refused else 1)
     assert ("ZR861" in capsys.readouterr().err) == refused and bool(launched) != refused

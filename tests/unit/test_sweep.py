@@ -129,7 +129,7 @@ def test_a_key_of_deepspeed_is_refused_where_there_is_none(strategy):
 def launched(monkeypatch):
     """The command lines of a sweep, of which none is run."""
     commands = []
-    monkeypatch.setattr(sweep, "_run", lambda command, *_: (commands.append(command), (1, "it broke"))[1])
+    monkeypatch.setattr(sweep, "run_logged", lambda command, *_: (commands.append(command), (1, "it broke"))[1])
     return commands
 
 
@@ -254,7 +254,7 @@ def ran(monkeypatch):
         save(folder, metrics(strategy, step_seconds=timed, tokens=tokens, loss_history=history))
         return 0, ""
 
-    monkeypatch.setattr(sweep, "_run", run)
+    monkeypatch.setattr(sweep, "run_logged", run)
     monkeypatch.setattr(tune.Host, "memory", lambda host: (64 * 10**9, ""))  # whatever else this machine does
     return commands
 

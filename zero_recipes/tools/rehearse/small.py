@@ -3,13 +3,13 @@
 import shutil
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
 
 from zero_recipes import model as models
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import library_error_as_finding
-from zero_recipes.tools.verbs import fetch_model
 
 SIZES = package_yaml(__package__, "rehearsal.yaml")["small_model"]
 GENERATION = "generation_config.json"
@@ -20,7 +20,7 @@ def make_small(settings: Settings, folder: Path, layers: int | None) -> str:
 
     `layers`: so many, at the model's own width; None makes it narrow, too. Raises Refusal.
     """
-    source = fetch_model(settings.replace(random_weights=True))  # without weights
+    source = files_of(settings)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*SIZES["not_copied"]))
     small = settings.replace(model_name_or_path=str(folder), model_revision=None, random_weights=True)
     config = models.load_config(small)
@@ -38,6 +38,15 @@ def make_small(settings: Settings, folder: Path, layers: int | None) -> str:
     parameters, _ = models.parameter_counts(model)
     cuts.append(f"the whole vocabulary, random weights: {parameters:,} parameters")
     return f"{type(model).__name__} with {', '.join(cuts)}"
+
+
+def files_of(settings: Settings) -> Path:
+    """The folder with all that a model has but its weights. Raises Refusal."""
+    name = str(settings.model_name_or_path)
+    if Path(name).is_dir():
+        return Path(name)
+    with library_error_as_finding(f"downloading the configuration of {name}"):
+        return Path(snapshot_download(name, revision=settings.model_revision, allow_patterns=SIZES["downloaded"]))
 
 
 def cut_layers(config: PretrainedConfig, layers: int) -> list[str]:
