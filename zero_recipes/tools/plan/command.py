@@ -89,7 +89,7 @@ def _shown_meanwhile(draft: show.Answer, arguments: argparse.Namespace, predict:
     def shown(answer: show.Answer, news: str) -> Text:
         with console.capture() as lines:
             console.print(Text(news, style="yellow"))
-            show.print_answer(answer, console)
+            show.print_answer(answer, console, is_draft=True)
         return Text.from_ansi(lines.get())
 
     first = shown(draft, "By formulas; the engine's results follow.\n")

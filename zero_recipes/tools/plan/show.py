@@ -381,7 +381,7 @@ def _rate(row: Row) -> str:
     return count(float(f"{per_second:.3g}"))
 
 
-def print_answer(answer: Answer, console: Console, verbose: bool = False) -> None:
+def print_answer(answer: Answer, console: Console, verbose: bool = False, is_draft: bool = False) -> None:
     console.print(Text(bottom_line(answer), style="bold"))
     job = answer.job
     if job:
@@ -406,5 +406,5 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
         lines += [f"{', '.join(names)}: formulas, because {reason}" for reason, names in by_reason.items()]
     for line in lines:
         console.print(Text(line, style="dim"))
-    if job:
+    if not is_draft and job:
         console.print(Text(f"First, with a small model: {rehearsal_of(command, job.world_size)}"), soft_wrap=True)
