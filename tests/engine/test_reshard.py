@@ -116,6 +116,7 @@ def test_a_run_goes_on_as_if_nothing_had_happened(runs, kind, source, target):
         assert outcome["groups"] == 2, "weight decay and none are two groups"
 
 
+@pytest.mark.grid
 def test_other_layouts_and_deepspeeds_own_scheduler(runs):
     """Several flat groups each, another order in them, and a schedule of the engine's."""
     fp32 = runs("fp32")

@@ -68,6 +68,7 @@ def test_torchrun_with_the_recipes_ds_config_trains_as_accelerate(tmp_path):
     assert_same(trained(TORCHRUN, *small, *NOTHING_BESIDE, out=tmp_path / "b"), by_accelerate)
 
 
+@pytest.mark.grid  # torchrun and accelerate set the same variables
 def test_deepspeed_launcher(tmp_path):
     more = [str(write_recipe(tmp_path)), "--deepspeed", "ds_configs/zero1.json"]
     metrics = trained(f"deepspeed --num_gpus 2 --master_port {free_port()} run_sft.py", *more, out=tmp_path / "out")

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import yaml
 
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.schema import Metrics
@@ -65,7 +66,7 @@ def test_out_of_memory_on_rank_1(tmp_path, monkeypatch):
 WAITING = "import os, signal; print(os.getpid(), file=open('ranks', 'w')); signal.pause()"
 
 
-@pytest.mark.parametrize("verb", ["sweep", "tune"])
+@pytest.mark.parametrize("verb", ["sweep", grid("tune")])
 def test_a_sweep_that_is_stopped_leaves_no_process(tmp_path, verb):
     """As a scheduler or `kill` stops it: SIGTERM to the sweep alone."""
     for name in ("accelerate_configs", "ds_configs"):
