@@ -96,9 +96,8 @@ BOUND = 0.001  # of the peak
 LOOSER = {"Ulysses, stage 3": 5, "stage 2, checkpointing": 5, "stage 2, LoRA": 3}
 IN_EVERY_RUN = {
     "neox": {case for case in CASES if case.startswith("stage 3") or "," not in case}
-    - {"stage 3, best model", "stage 3, evaluation", "stage 3, bf16 states"}
-    | {"stage 2, offload", "stage 2, bf16 states", "stage 2, autocast", "alone", "alone, QLoRA", "alone, stage 3"}
-    - {"stage 3, QLoRA"},
+    - {"stage 3, best model", "stage 3, evaluation", "stage 3, bf16 states", "stage 3, QLoRA", "stage 0", "stage 1"}
+    | {"stage 2, offload", "stage 2, autocast", "alone", "alone, QLoRA"},
     "llama": {"stage 3"},
 }
 PAIRS = [
