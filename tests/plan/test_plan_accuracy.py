@@ -174,6 +174,7 @@ def test_simulated_gpus(tmp_path, monkeypatch):
     jobs.append(jobs[1].changed(padding_free=True))
     found, packed, on_hopper, short, unpadded = simulation.simulate(jobs)
     assert unpadded.source == "engine" and unpadded.max_length == packed.max_length
+    assert unpadded.allocated_peak_bytes < packed.allocated_peak_bytes, "a mask of all its tokens"
     buffer = 2 * 40 * 32_768  # TRL's, of the head
     assert buffer < short.peaks["evaluation"] - short.memory_phases["step"] < 2 * buffer
     assert found.at_peak["buckets"] == 0 and found.communication_bytes_per_step == {}
