@@ -45,7 +45,7 @@ def plan(printed: str) -> None:
 
 
 def accuracy() -> None:
-    """A dot for each published peak that a planner answers; its median and its worst in words."""
+    """A dot for each published peak that a planner answers; its median error and its two worst in words."""
     results = json.loads((ROOT / "benchmarks" / "results" / "planners.json").read_text())
     matplotlib.rcParams.update({"svg.hashsalt": "accuracy", "font.size": 10})
     figure = Figure(figsize=(8, 3.4), layout="constrained")
@@ -55,7 +55,8 @@ def accuracy() -> None:
         heights = [place + 0.06 * (number % 5 - 2) for number in range(len(ratios))]
         axes.scatter(ratios, heights, s=16, color=color, alpha=0.55, linewidths=0)
         found = results["planners"][name]
-        words = f"{label}: median error {found['median']:.1%}, worst {found['worst']:+.0%}, {found['rows']} peaks"
+        worst = f"{found['lowest']:+.0%} and {found['highest']:+.0%}"
+        words = f"{label}: median error {found['median']:.1%}, worst {worst}, {found['rows']} peaks"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         axes.text(
             0.0145, place - 0.32, words, bbox=box, color=color, fontweight="bold" if not place else "normal", zorder=3
