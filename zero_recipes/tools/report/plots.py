@@ -128,7 +128,7 @@ def _titled_axes(figure: Figure, title: str, runs: Runs) -> Axes:
 def _above(axes: Axes, place: float, height: float, text: str) -> None:
     clear = [withStroke(linewidth=3, foreground="white")]  # over a bar or a line
     looks = {"textcoords": "offset points", "ha": "center", "fontsize": 9, "path_effects": clear}
-    axes.annotate(text, (place, height), (0, 3), **looks)
+    axes.annotate(text, (place, height), (0, 5), **looks)
 
 
 def _label(run: MeasuredRun) -> str:
