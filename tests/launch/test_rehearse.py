@@ -97,6 +97,10 @@ def own_model(folder: Path, code: str) -> dict:
     return {"model_name_or_path": str(model), "trust_remote_code": True}
 
 
+def dies_in_training(folder: Path) -> dict:
+    return own_model(folder, in_each_call("if self.calls == 3:\n                raise KeyError('experts')"))
+
+
 def fails_in_generate(folder: Path) -> dict:
     code = "    def prepare_inputs_for_generation(self, *_, **__):\n        raise KeyError('cache')\n"
     return own_model(folder, code) | {"sample_prompts": ["Say red."]}
@@ -115,15 +119,22 @@ def leaves_a_tensor_out(folder: Path) -> dict:
 
 def counts_its_calls(folder: Path) -> dict:
     """What training depends on is in no checkpoint."""
-    code = (
-        "    calls = 0\n"
-        "    def forward(self, *arguments, **more):\n"
-        "        if self.training:\n"
+    return own_model(folder, in_each_call("module.final_layer_norm.bias.data.add_(0.01 * self.calls)"))
+
+
+def in_each_call(statement: str) -> str:
+    """Code of a model which does this in each forward pass of its training; TRL replaces the model's own forward."""
+    return (
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        self.calls = 0\n"
+        "        self.gpt_neox.register_forward_pre_hook(self.count)\n"
+        "        self.post_init()\n"
+        "    def count(self, module, *_):\n"
+        "        if module.training:\n"
         "            self.calls += 1\n"
-        "            self.gpt_neox.final_layer_norm.bias.data.add_(0.01 * self.calls)\n"
-        "        return super().forward(*arguments, **more)\n"
+        f"            {statement}\n"
     )
-    return own_model(folder, code)
 
 
 @pytest.mark.launch
@@ -133,6 +144,7 @@ def counts_its_calls(folder: Path) -> dict:
     [
         grid(unrenderable_row, "rows", "no tools"),
         grid(evaluation_without_answers, "rows", "ZR513"),
+        grid(dies_in_training, "training", "experts"),
         grid(fails_in_generate, "samples", "model_kwargs"),
         grid(leaves_a_tensor_out, "checkpoints, model", "dense_h_to_4h"),
         grid(counts_its_calls, "resume", "losses"),
