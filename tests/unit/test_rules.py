@@ -54,6 +54,16 @@ def test_experts_that_are_modules_of_their_own(tmp_path):
     assert found_in(path, {"deepspeed": own}, environment=launched) == []
 
 
+def test_a_forward_that_trl_replaces_is_named(tmp_path):
+    path = write_recipe(tmp_path, trust_remote_code=True)
+    write_experts(tmp_path / "model")
+    code = tmp_path / "model" / "modeling_own.py"
+    code.write_text(
+        code.read_text() + "\n    def forward(self, *words, **more):\n        return super().forward(*words, **more)\n"
+    )
+    assert found_in(path, {}) == [("warning", "ZR469")]
+
+
 def test_sequences_are_shared_by_groups_and_heads(tmp_path):
     keys = faults.SHARED | {"deepspeed": ds_config(3)}
     uneven = keys | {"sequence_parallel_size": 3}

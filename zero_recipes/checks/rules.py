@@ -49,6 +49,7 @@ def rule_findings(run: Run) -> Iterator[Finding]:
         # a run of no step saves the model as it was; one without end never saves it
         yield finding("ZR162", epochs=epochs)
     yield from packing(run)
+    yield from own_forward(run)
     yield from processes(run)
     if run.world_size > 1 and not settings.average_tokens_across_devices:
         yield finding("ZR194")
@@ -189,6 +190,15 @@ def packing(run: Run) -> Iterator[Finding]:
     masked = masked and not packs_without_mask(settings, run.precision, kind)
     if masked and rows > 1 and tokens >= QUADRATIC:
         yield finding("ZR464", key=key, rows=rows, tokens=tokens)
+
+
+def own_forward(run: Run) -> Iterator[Finding]:
+    """Of a model's own code, which TRL's fused LM head replaces."""
+    if not run.settings.trust_remote_code:
+        return
+    kind = type(bare_model(run))
+    if kind.__module__.startswith("transformers_modules.") and "forward" in vars(kind):
+        yield finding("ZR469", model=run.settings.model_name_or_path, name=kind.__name__)
 
 
 def processes(run: Run) -> Iterator[Finding]:
