@@ -156,8 +156,8 @@ def add_plans(commands) -> None:
     add(
         "--params",
         type=AMOUNT,
-        help="plan a Llama-like model of this size instead of a recipe, e.g. 7e9; "
-        "bf16, micro batches of 1 x 2,048 tokens",
+        help="plan a Llama-like model of this size, e.g. 7e9. Also in the recipe's place: a model's name or folder, "
+        "e.g. qwen3-4b; bf16, micro batches of 1 x 2,048 tokens",
     )
     add_machines(add)
     add("--max", action="store_true", help="find the largest micro batch and longest sequences that fit")

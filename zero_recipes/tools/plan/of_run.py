@@ -22,11 +22,10 @@ from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.choose import changes_arithmetic
 from zero_recipes.tools.plan.formulas import overheads
 from zero_recipes.tools.plan.job import Job, model_config
-from zero_recipes.tools.plan.predict import BY_FORMULAS, Predict, Predictor, fit_of
+from zero_recipes.tools.plan.predict import BY_FORMULAS, SOURCES, Predict, Predictor, fit_of
 
 NAMED = 10**9  # bytes; less may be the process's own, by GPU and driver
 PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
-SOURCES = {"engine": "the simulated engine", "formulas": "textbook formulas"}
 STATUSES = {"fits": "fits into", "tight": "may run out of memory with", "no": "does not fit into"}
 
 
