@@ -244,7 +244,8 @@ def bottom_line(answer: Answer) -> str:
     if advice.job is None:
         return f"Nothing fits {machine}, not even with activation checkpointing, offload or LoRA; {_way_out(answer)}."
     if advice.change:
-        verdict = f"Nothing fits {machine} with the unchanged recipe; {difference(advice.change.start, advice.change.job)} does"
+        changed = difference(advice.change.start, advice.change.job)
+        verdict = f"Nothing fits {machine} with the unchanged recipe; {changed} does"
     else:
         row = answer.recommended
         way = f" with {difference(advice.chosen.job, row.job)}" if answer.better else ""
