@@ -73,6 +73,7 @@ def stops_late(run: Run) -> dict[str, Any]:
     quantized = settings.load_in_4bit or settings.load_in_8bit
     liger = settings.use_liger_kernel
     template = settings.chat_template_path
+    packed = getattr(run.config, "quantization_config", None) or {}
     return {
         "save_steps": settings.save_strategy == "steps" and settings.save_steps <= 0,
         "eval_on_start": settings.eval_on_start and not settings.evaluates,
@@ -85,6 +86,7 @@ def stops_late(run: Run) -> dict[str, Any]:
         and not template.endswith((".jinja", ".j2"))
         and getattr(run.config, "tie_word_embeddings", False),
         "quantized_without_lora": quantized and not settings.use_peft,
+        "mxfp4_kernels": packed.get("quant_method") == "mxfp4" and importlib.util.find_spec("kernels"),
         "eight_bit_fsdp": fsdp and settings.load_in_8bit,
         "fsdp_offload_on_cpu": fsdp and run.strategy.fsdp_config.get("cpu_offload") and run.device == "cpu",
         "fp16_on_cpu": settings.fp16 and run.device == "cpu",

@@ -18,16 +18,6 @@ from zero_recipes.tools.plan.cost import Cost, Range, cost, estimate, how_good
 from zero_recipes.tools.plan.job import Job, PlanRequest, shares_nothing, words
 from zero_recipes.tools.plan.predict import BY_FORMULAS, SOURCES
 
-PARTS = {
-    "params": "Params",
-    "grads": "Grads",
-    "optimizer": "Optimizer",
-    "activations": "Activa-\ntions",
-    "buckets": "Buckets,\ngathered",
-    "loss_head": "Loss\nhead",
-    "other": "Other",
-}
-
 
 def in_seconds(seconds: float) -> str:
     return duration(seconds) if seconds < 120 else f"{seconds:,.0f} s"
@@ -109,7 +99,7 @@ def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
         Column("Margin", _margin),
         Column("Peak", lambda row: size(row.prediction.allocated_peak_bytes)),
         Column("in", lambda row: row.prediction.peak_phase),
-        *(_part_column(part, header) for part, header in PARTS.items()),
+        *(_part_column(part, header) for part, header in words()["parts"].items()),
         Column("Host", lambda row: _sizes(row.prediction.host_bytes)),
         Column("NVMe", lambda row: size(row.prediction.nvme_bytes or None)),
         Column("Disk", lambda row: _sizes(row.prediction.checkpoint_bytes)),
@@ -126,7 +116,7 @@ def _status(row: Row) -> str:
         return "host too small"
     if row.fit.nvme_lacks:
         return "NVMe too small"
-    return {"fits": "fits", "tight": "may run out", "no": "does not fit"}[row.fit.status]
+    return words()["statuses"][row.fit.status]
 
 
 def _margin(row: Row) -> str:
