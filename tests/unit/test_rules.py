@@ -85,6 +85,14 @@ def test_weights_in_mxfp4_are_not_trained_where_their_kernels_are(packages, stop
     assert not rules.stops_late(replace(run, config=SimpleNamespace()))["mxfp4_kernels"]
 
 
+@pytest.mark.parametrize("named, in_config, warned", [(None, 0.9, True), (None, 0.001, False), (0.0, 0.9, False)])
+def test_a_loud_loss_of_the_routers_is_said(named, in_config, warned):
+    settings = settings_with(router_aux_loss_coef=named)
+    config = SimpleNamespace(router_aux_loss_coef=in_config)
+    run = Run(None, settings, {}, Strategy("ddp", 1, DsConfig({}), ""), "cuda", {}, config)
+    assert ("ZR466" in [found.code for found in rules.rule_findings(run)]) == warned
+
+
 def test_packed_rows_by_the_type_of_the_model(found, tmp_path):
     kinds = options()["packing"]
     assert not {*kinds["apart"]} & {*kinds["without_positions"], *kinds["recurrent"], *kinds["convolving"]}

@@ -28,6 +28,7 @@ from zero_recipes.model import built_or_none
 # the texts of rules that are no more than a condition, and tables of values
 options = partial(package_yaml, __package__, "options.yaml")
 
+LOUD = 0.1  # a coefficient; most models have 0.001 to 0.02
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
 
 
@@ -48,6 +49,9 @@ def rule_findings(run: Run) -> Iterator[Finding]:
         # a run of no step saves the model as it was; one without end never saves it
         yield finding("ZR162", epochs=epochs)
     yield from packing(run)
+    balancing = getattr(run.config, "router_aux_loss_coef", 0.0)
+    if settings.router_aux_loss_coef is None and balancing >= LOUD:
+        yield finding("ZR466", coefficient=balancing)
     yield from processes(run)
     if run.world_size > 1 and not settings.average_tokens_across_devices:
         yield finding("ZR194")
