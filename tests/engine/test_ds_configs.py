@@ -2,9 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -51,9 +49,8 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
     assert '"auto"' not in json.dumps(shown)
     for key, value in shown.items():
         assert real[key] == value, key
-    if (
-        stage == 3
-    ):  # the parser of `check` gets it too, but for what needs a process group or accelerate's own optimizer
+    if stage == 3:
+        # the parser of `check` gets it too, but for what needs a process group or accelerate's own optimizer
         asked = _handed_over(run)
         assert asked.pop("steps_per_print") == float("inf") and real.pop("steps_per_print") in ("inf", float("inf"))
         own = {"train_batch_size": 12, "zero_allow_untested_optimizer": True}
@@ -84,7 +81,7 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAUNCHED)
+@pytest.mark.parametrize("name", ["zero3", "fsdp2", grid("single_gpu")])
 def test_accelerate_files_brought_along_run_with_what_the_launch_sets(one, two, tmp_path, name):
     text, strategy, processes = LAUNCHED[name]
     file, path = tmp_path / "a.yaml", write_recipe(tmp_path, save_model=True, save_strategy="steps", save_steps=2)
@@ -100,7 +97,22 @@ def test_accelerate_files_brought_along_run_with_what_the_launch_sets(one, two, 
 
 
 RECIPES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "recipes").glob("*.yaml"))}
-CONVERSATIONS = [name for name, recipe in RECIPES.items() if recipe.get("assistant_only_loss")]
+NAMES = [name for name, recipe in RECIPES.items() if recipe.get("assistant_only_loss")]
+
+
+def recipes_of_conversations() -> list:
+    """In every run the first of each architecture, and the first LoRA in 4 bit; the others in the grid."""
+    found, kinds = [], set()
+    for name in NAMES:
+        recipe = RECIPES[name]
+        kind = known_models()[recipe["model_name_or_path"]]["config"]["model_type"]
+        if recipe.get("load_in_4bit"):
+            kind = "4 bit"
+        found.append(grid(name) if kind in kinds else name)
+        kinds.add(kind)
+    return found
+
+
 SMALL = {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_local_experts": 4}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
 SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -120,17 +132,6 @@ def rows(tmp_path_factory) -> Path:
     return folder
 
 
-def one_of_each_class() -> Iterator[Any]:
-    """The first of each class and method; the others with the grid."""
-    seen = set()
-    for name in CONVERSATIONS:
-        recipe = RECIPES[name]
-        kind = known_models()[recipe["model_name_or_path"]]["config"]["model_type"]
-        way = (kind, recipe.get("use_peft"), recipe.get("load_in_4bit"))
-        yield grid(name) if way in seen else name
-        seen.add(way)
-
-
 def small_config(name: str) -> PretrainedConfig:
     """Of a model in the package, with two layers."""
     config = AutoConfig.for_model(**known_models()[name]["config"])
@@ -145,7 +146,7 @@ def small_config(name: str) -> PretrainedConfig:
     return config
 
 
-@pytest.mark.parametrize("name", list(one_of_each_class()))
+@pytest.mark.parametrize("name", recipes_of_conversations())
 def test_a_recipe_trains_a_small_model_of_its_class(one, two, rows, tmp_path, name):
     recipe = RECIPES[name]
     if recipe.get("load_in_4bit"):

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, settings_with, write_model, write_recipe, write_rows
+from tests.helpers.two_ranks import run_forked
 from zero_recipes.checkpoint.save import write_manifest
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launch_key_findings, launched_environment
@@ -18,6 +19,7 @@ from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.failure import not_begun
 from zero_recipes.metrics.schema import Failure
 from zero_recipes.tools import main as cli
+from zero_recipes.tools import sweep
 from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.plan.job import known_models
 from zero_recipes.tools.rehearse import command, one_gpu, phases, small
@@ -26,8 +28,15 @@ RUNS = ("longest", "whole", "killed", "resumed", "fewer")
 LORA = {"use_peft": True, "lora_target_modules": ["all-linear"]}
 
 
-def rehearse(recipe: Path, strategy: str, capsys) -> tuple[int, str]:
-    """(exit code, the table and what is below it)."""
+def rehearse(recipe: Path, strategy: str, monkeypatch, capsys) -> tuple[int, str]:
+    """(exit code, the table and what is below it). Only what is killed has a launcher."""
+    launched = sweep.run_logged
+
+    def run(command: list[str], folder: Path, *more) -> tuple[int, str]:
+        return (launched if folder.name == "killed" else run_forked)(command, folder, *more)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sweep, "run_logged", run)
     argv = ["rehearse", str(recipe), "--gpus", "2", "--config_file", f"{strategy}.yaml"]
     code = cli.main([*argv, "--output_dir", str(recipe.parent / "rehearsal")])
     return code, capsys.readouterr().out.partition("Phase ")[2]
@@ -49,8 +58,7 @@ def rehearse(recipe: Path, strategy: str, capsys) -> tuple[int, str]:
     ],
 )
 def test_a_job_without_fault(tmp_path, monkeypatch, capsys, strategy, keys):
-    monkeypatch.chdir(ROOT)
-    code, said = rehearse(write_recipe(tmp_path, **keys), strategy, capsys)
+    code, said = rehearse(write_recipe(tmp_path, **keys), strategy, monkeypatch, capsys)
     assert code == 0 and "failed" not in said, said
     assert "equal bit for bit" in said and "not reached" not in said
     resumed = json.loads((tmp_path / "rehearsal" / "resumed" / "metrics.json").read_text())
@@ -135,8 +143,7 @@ def counts_its_calls(folder: Path) -> dict:
     ],
 )
 def test_a_planted_fault_is_found(tmp_path, monkeypatch, capsys, plant, phase, words):
-    monkeypatch.chdir(ROOT)
-    code, said = rehearse(write_recipe(tmp_path, **plant(tmp_path)), "ddp", capsys)
+    code, said = rehearse(write_recipe(tmp_path, **plant(tmp_path)), "ddp", monkeypatch, capsys)
     table, _, found = said.partition("rehearsed in")
     failed = [line for line in table.splitlines() if " failed " in line]
     assert code in (1, 2) and len(failed) == 1 and failed[0].startswith(phase), said

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from zero_recipes.config.accelerate import is_on
+from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
@@ -163,6 +164,13 @@ def told_where_rows_begin() -> set[str]:
     return {*kinds["apart"]} - {*kinds["not_told"]}
 
 
+def packs_without_mask(settings: Settings, precision: str, kind: str | None) -> bool:
+    """On CUDA, from Ampere on. `kind`: the model's type."""
+    if precision == "fp32" or settings.torch_compile:
+        return False
+    return settings.attn_implementation in ("sdpa", None) and kind in told_where_rows_begin()
+
+
 def packing(run: Run) -> Iterator[Finding]:
     """Whether rows that share one sequence see each other, and what that costs."""
     settings = run.settings
@@ -183,9 +191,9 @@ def packing(run: Run) -> Iterator[Finding]:
         yield finding("ZR460", key=key, kind=kind)
     rows = settings.per_device_train_batch_size
     tokens = rows * (settings.max_length or 0)
-    has_kernel = run.precision != "fp32" and not settings.torch_compile and kind in told_where_rows_begin()
-    masked = ("eager",) if has_kernel else ("eager", "sdpa", None)
-    if settings.attn_implementation in masked and rows > 1 and tokens >= QUADRATIC:
+    masked = settings.attn_implementation in ("eager", "sdpa", None)
+    masked = masked and not packs_without_mask(settings, run.precision, kind)
+    if masked and rows > 1 and tokens >= QUADRATIC:
         yield finding("ZR464", key=key, rows=rows, tokens=tokens)
 
 
