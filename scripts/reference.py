@@ -1,8 +1,8 @@
 """Write what the reference pages take from the code: python scripts/reference.py
 
 docs/codes.md from core/findings.yaml; the table of docs/metrics.md and docs/metrics.schema.json from the models of
-metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a recipe. Exits 1
-where a file changed.
+metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a recipe; the table of
+docs/recipes.md from the recipes, their headers, and benchmarks/results/gpu_h200.json. Exits 1 where a file changed.
 """
 
 import dataclasses
@@ -35,6 +35,8 @@ CODES = """# Codes
 loads weights. `zero-recipes explain ZR104` prints cause, fix and an example. "Can be ignored": `ignore: [ZR608]` in a
 recipe makes the error a warning. <Angle brackets> stand for values of the run.
 """
+PLANNED = re.compile(r"^#   (\d+ x .+?)  +(\w+) +([\d.]+ to [\d.]+(?:, from formulas)?)$", re.MULTILINE)  # in a header
+MEASURED_AS = {"pythia": "pythia-6.9b", "pythia-410m": "pythia-410m"}  # recipe: model of gpu_h200.json
 FIELDS = yaml.safe_load(Path(schema.__file__).with_name("fields.yaml").read_text())
 YAML_TYPES = ("boolean", "integer", "number", "string", "array", "object")
 PYTHON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
@@ -46,6 +48,7 @@ def main() -> int:
         DOCS / "metrics.md": with_table(DOCS / "metrics.md", list(metrics_rows(Metrics))),
         DOCS / "metrics.schema.json": metrics_schema(),
         DOCS / "recipe.md": with_table(DOCS / "recipe.md", list(key_rows())),
+        DOCS / "recipes.md": with_table(DOCS / "recipes.md", list(recipe_rows())),
         ROOT / "recipes" / "schema.json": recipe_schema(),
     }
     changed = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
@@ -145,6 +148,40 @@ def key_rows() -> Iterator[str]:
         default = default.lower() if isinstance(field.default, bool) else default
         meaning = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
         yield f"| `{field.name}` | {default} | {meaning} |"
+
+
+def recipe_rows() -> Iterator[str]:
+    """A row for each recipe; planned memory as its header has it, measured memory as one H200 had it."""
+    yield "| recipe | model | method | data | planned GB per GPU | measured GB |\n| --- | --- | --- | --- | --- | --- |"
+    runs = json.loads((ROOT / "benchmarks" / "results" / "gpu_h200.json").read_text())["rows"]
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        text = path.read_text()
+        recipe = yaml.safe_load(text)
+        planned = [f"{card.strip()}, {strategy}: {range_}" for card, strategy, range_ in PLANNED.findall(text)]
+        cells = [
+            f"`{path.name}`",
+            recipe["model_name_or_path"].removeprefix("./"),
+            method(recipe),
+            ", ".join(entry["path"] for entry in recipe.get("datasets", [])) or recipe["dataset_name"],
+            "<br>".join(planned),
+            "<br>".join(f"{strategy}: {peak:.1f}" for strategy, peak in measured(runs, path.stem).items()),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def method(recipe: dict) -> str:
+    adapted = "QLoRA" if recipe.get("load_in_4bit") else "LoRA"
+    return adapted if recipe.get("use_peft") else "full"
+
+
+def measured(runs: list[dict], recipe: str) -> dict[str, float]:
+    """{strategy: allocated peak in GB} of runs on one GPU with the recipe's own keys."""
+    peaks = {}
+    for run in runs:
+        is_own = run["model"] == MEASURED_AS.get(recipe) and run["keys"].keys() <= {"max_steps"}
+        if is_own and run["world_size"] == 1 and run["status"] == "ok":
+            peaks[run["strategy"]] = run["measured"]["allocated_peak_bytes"] / 1e9
+    return peaks
 
 
 def recipe_schema() -> str:

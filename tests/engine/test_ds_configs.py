@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from tests.helpers import cases
 from tests.helpers.seeded import grid
@@ -16,6 +16,7 @@ from zero_recipes.checks.preflight import preflight, resolved_ds_config
 from zero_recipes.checks.rehearsal import _handed_over
 from zero_recipes.config import recipe as recipes
 from zero_recipes.tools.plan.job import known_models
+from zero_recipes.tools.rehearse.small import cut_layers
 from zero_recipes.tools.verify import verify
 
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
@@ -112,8 +113,10 @@ def recipes_of_conversations() -> list:
     return found
 
 
-SMALL = {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+SMALL = {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_local_experts": 4}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL_TOWER |= {"image_size": 56, "patch_size": 14}
 QUICK = {"max_steps": 2, "max_length": 128, "global_batch_size": 2, "eval_strategy": "no", "save_strategy": "no"}
 QUICK |= {"sample_max_new_tokens": 2}
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
@@ -129,19 +132,37 @@ def rows(tmp_path_factory) -> Path:
     return folder
 
 
+def small_config(name: str) -> PretrainedConfig:
+    """Of a model in the package, with two layers."""
+    config = AutoConfig.for_model(**known_models()[name]["config"])
+    text = config.get_text_config()
+    cut_layers(text, 2)
+    for key, value in SMALL.items():
+        setattr(text, key, value)
+    if text is not config:
+        config.mm_tokens_per_image = 4
+        for key, value in SMALL_TOWER.items():
+            setattr(config.vision_config, key, value)
+    return config
+
+
 @pytest.mark.parametrize("name", recipes_of_conversations())
 def test_a_recipe_trains_a_small_model_of_its_class(one, two, rows, tmp_path, name):
     recipe = RECIPES[name]
     if recipe.get("load_in_4bit"):
         pytest.importorskip("bitsandbytes")
-    config = AutoConfig.for_model(**known_models()[recipe["model_name_or_path"]]["config"] | SMALL)
+    config = small_config(recipe["model_name_or_path"])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path / "model")
     is_full, alone = not recipe.get("use_peft"), recipe.get("load_in_4bit")
     strategy = "single" if alone else "zero3" if is_full else "zero2"
-    keys = {"model_name_or_path": tmp_path / "model", "dataset_name": rows, "output_dir": tmp_path / "out"} | QUICK
+    keys = {"model_name_or_path": tmp_path / "model", "output_dir": tmp_path / "out"} | QUICK
+    if "datasets" in recipe:
+        keys["datasets"] = json.dumps([{"path": str(rows), "split": "train"}])
+    else:
+        keys |= {"dataset_name": rows, "dataset_config": "null"}
     options = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     argv = [f"recipes/{name}.yaml", *options, *named(strategy)]
     metrics = (one if alone else two).run(cases.train, argv=argv)[0]["metrics"]

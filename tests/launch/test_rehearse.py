@@ -6,17 +6,21 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from transformers import AutoConfig
 
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, settings_with, write_model, write_recipe, write_rows
 from tests.helpers.two_ranks import run_forked
 from zero_recipes.checkpoint.save import write_manifest
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.accelerate import launch_key_findings, launched_environment
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.failure import not_begun
 from zero_recipes.metrics.schema import Failure
 from zero_recipes.tools import main as cli
 from zero_recipes.tools import sweep
+from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.plan.job import known_models
 from zero_recipes.tools.rehearse import command, one_gpu, phases, small
 
@@ -270,10 +274,30 @@ def test_a_schedule_that_ends_early_is_found(kind, values, code):
         assert refused.value.codes == [code]
 
 
+# what is launched
+
+
+def test_a_recipe_that_names_its_launch_is_rehearsed_on_other_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe = write_recipe(tmp_path, num_processes=8, accelerate_config="zero3")
+    arguments = parse_arguments(["rehearse", str(recipe), "--gpus", "8"])
+    rehearsal = command.read_rehearsal(arguments, tmp_path / "rehearsal", Console(quiet=True))
+    assert (rehearsal.ranks, rehearsal.config_file.name) == (2, "zero3.yaml")
+    environment = launched_environment(rehearsal.config_file, rehearsal.ranks)
+    named, launched = (recipes.recipe_in_force(path) for path in (recipe, rehearsal.recipe))
+    assert [found.code for found in launch_key_findings(recipe, named, environment)] == ["ZR347"]
+    assert list(launch_key_findings(rehearsal.recipe, launched, environment)) == []
+    assert recipes.parse_recipe(recipe, named, []).explicit == recipes.parse_recipe(recipe, launched, []).explicit
+
+
 # the small model
 
 
-@pytest.mark.parametrize("name", ["google/gemma-3-1b-it", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "mixtral"])
+SHAPES = ["google/gemma-3-1b-it", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "mixtral"]
+SHAPES += ["openai/gpt-oss-20b", "HuggingFaceTB/SmolLM3-3B", "microsoft/phi-4", "Qwen/Qwen3-30B-A3B"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_small_model_is_of_the_same_kind(name):
     if name == "mixtral":
         sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
@@ -290,10 +314,18 @@ def test_a_small_model_is_of_the_same_kind(name):
     assert cut.num_key_value_heads == min(4, whole.num_key_value_heads)
     if kind == "gemma3_text":
         assert cut.layer_types == ["sliding_attention", "full_attention"]
-    if kind == "mixtral":
+    if kind in ("mixtral", "gpt_oss"):
         assert (cut.num_local_experts, cut.num_experts_per_tok) == (4, 2)
     for key in ("vocab_size", "tie_word_embeddings", "rope_parameters", "sliding_window", "max_position_embeddings"):
         assert getattr(cut, key, None) == getattr(whole, key, None)
+
+
+def test_a_vision_tower_is_cut_too(tmp_path):
+    hub = tmp_path / "hub"
+    AutoConfig.for_model(**known_models()["google/gemma-3-4b-it"]["config"]).save_pretrained(hub)
+    small.make_small(settings_with(model_name_or_path=str(hub)), tmp_path / "small", None)
+    made = AutoConfig.from_pretrained(tmp_path / "small")
+    assert (made.text_config.num_hidden_layers, made.vision_config.num_hidden_layers) == (2, 1)
 
 
 # the machine

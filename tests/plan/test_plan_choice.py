@@ -13,7 +13,7 @@ from zero_recipes.tools.plan.choose import COST_ORDER, ORDER, largest, limits_of
 from zero_recipes.tools.plan.formulas import predict_by_formulas
 from zero_recipes.tools.plan.job import EVERY, Job, PlanRequest
 from zero_recipes.tools.plan.predict import fit_of
-from zero_recipes.tools.plan.show import change_in_words
+from zero_recipes.tools.plan.show import difference
 
 CAPACITY = 80 * GB
 OTHERWISE = {"zero2_bf16_states", "zero3_bf16_states", "zero2_autocast"}
@@ -87,7 +87,9 @@ def test_where_nothing_fits_the_change_of_all_rows_that_costs_least_is_recommend
     names = {name: strategies()[name] for name in ("zero2", "zero3")}
     request = PlanRequest(recipe("pythia"), [], {}, names, [2], 8, H100)
     found = recommend(choose.rows_of(request, list(map(job, names)), predict), H100)
-    assert found.job.strategy == "zero3" and change_in_words(found.change) == "activation checkpointing"
+    assert (
+        found.job.strategy == "zero3" and difference(found.change.start, found.change.job) == "activation checkpointing"
+    )
     assert found.chosen is None
 
 
@@ -128,7 +130,7 @@ RECOMPUTES, BATCHES = {"activation_checkpointing"}, {"per_device_train_batch_siz
 )  # fmt: skip
 def test_the_change_that_costs_least_is_found(need, costliest, words, changed):
     found = change_for(need, job("zero1"))
-    assert (found.costliest, change_in_words(found)) == (costliest, words)
+    assert (found.costliest, difference(found.start, found.job)) == (costliest, words)
     assert found.fit.status == "fits" and found.costliest in COST_ORDER
     was, now = (asked.settings.as_dict() for asked in (job("zero1"), found.job))
     assert {key for key in was if was[key] != now[key]} == changed
@@ -140,7 +142,9 @@ def test_states_that_are_too_large_are_not_tried_with_smaller_activations():
     seen, in_step = [], []
     need = lambda j: 90 - 20 * j.settings.use_peft  # noqa: E731
     found = change_for(need, job("zero1"), seen, states=lambda j: need(j) - 5)
-    assert change_in_words(found) == "LoRA (use_peft: true)" and not any(j.recomputes or batch(j) < 4 for j in seen)
+    assert difference(found.start, found.job) == "LoRA (use_peft: true)" and not any(
+        j.recomputes or batch(j) < 4 for j in seen
+    )
     change_for(lambda j: 79, job("zero1"), in_step, phase="step")  # tight, and without slack whatever is recomputed
     assert not any(j.recomputes for j in in_step)
 
@@ -155,7 +159,7 @@ def test_a_change_is_to_nothing_that_does_not_help_cannot_run_or_trains_otherwis
     assert change_for(lambda j: 90, job("zero2_offload"), offload) is None
     assert all(offloads_to_host(j) for j in offload if j.zero_stage == 2)
     host = change_for(lambda j: 10 if offloads_to_host(j) or j.settings.use_peft else 90, job("zero3"), host=99 * GB)
-    assert change_in_words(host) == "LoRA (use_peft: true)"
+    assert difference(host.start, host.job) == "LoRA (use_peft: true)"
 
 
 @settings(max_examples=300)

@@ -141,7 +141,7 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
 
 def test_without_options_a_size_has_the_values_that_trl_gives_a_recipe():
     words = arguments_of("--params", "2e8")
-    plain, parsed = (vars(command.request_of_size(words, rest).recipe.settings) for rest in ([], ["--seed", "42"]))
+    plain, parsed = (vars(command.requested(words, rest).recipe.settings) for rest in ([], ["--seed", "42"]))
     differing = {key for key in plain.keys() | parsed if key not in parsed or plain[key] != parsed[key]}
     assert differing == {"env", "debug", "include_num_input_tokens_seen"}  # other words for the same
 
@@ -166,6 +166,38 @@ def test_a_model_needs_no_recipe(capsys):
         "--use_peft true --dtype bfloat16"
     )
     assert {row["prediction"]["max_length"] for row in lora["rows"]} == {4096}
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("qwen3-4b", "Qwen/Qwen3-4B"),
+        ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
+        ("mistral-small-24b", "mistralai/Mistral-Small-24B-Base-2501"),
+        ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("tiny_world/base", "tiny_world/base"),
+    ],
+)
+def test_a_model_stands_in_a_recipes_place(text, model, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    request = command.requested(arguments_of(text), [])
+    assert request.overrides == ["--model_name_or_path", model]
+    assert request.config == model_config(request.recipe.settings)
+    (job,) = request.jobs()[0]
+    assert request.command(job).endswith(f" --num_processes 8 --model_name_or_path {model}")
+
+
+def test_a_model_that_no_config_is_known_of_is_refused():
+    with pytest.raises(Refusal, match="ZR804"):
+        command.requested(arguments_of("qwen3-5b"), [])
+    with pytest.raises(Refusal, match="ZR116"):
+        command.requested(arguments_of("qwen3-5b.yaml"), [])
+
+
+def test_a_recipe_of_the_package_is_launched_by_its_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    request = command.requested(arguments_of("qwen3-0.6b.yaml"), [])
+    assert request.command(request.jobs()[0][0]).startswith("zero-recipes train qwen3-0.6b.yaml ")
 
 
 def test_the_cheapest_machine_is_taken_where_there_is_a_price(capsys):
@@ -329,7 +361,7 @@ v100-32gb: {memory_mib: 32768, bf16_tflops: 100, memory_gb_s: 900, link_gb_s: 15
 
 def test_a_gpu_is_named_by_its_beginning_and_a_faulty_file_is_refused(tmp_path):
     known = gpus()
-    assert gpu_named("H200", known).name == "h200-141gb" and gpu_named("rtx4090", known).name == "rtx4090-24gb"
+    assert gpu_named("H200", known).name == "h200-141gb" and gpu_named("4090", known).name == "rtx4090-24gb"
     with pytest.raises(Refusal, match=r"a100-40gb and a100-80gb .*ZR807"):
         gpu_named("a100", known)
     mine = tmp_path / "mine.yaml"

@@ -56,7 +56,7 @@ def answered(monkeypatch):
         ({}, 90, "ZR816", "error", "zero-recipes plan recipes/pythia.yaml shows what fits"),
         ({"compared": False}, 90, "ZR816", "warning", "at least 90.0 GB on each"),
         ({"compared": None}, 90, "ZR816", "error", "at least 90.0 GB on each"),
-        ({"source": "formulas"}, 90, "ZR816", "warning", "textbook formulas"),
+        ({"source": "formulas"}, 90, "ZR816", "warning", "By formulas"),
         ({"name": "tiny"}, 90, "ZR816", "warning", "at least 90.0 GB on each"),  # its rows are short
         ({"name": "tiny", "packing": True}, 90, "ZR816", "error", "at least 90.0 GB on each"),
         ({"others": 12}, 70, "ZR816", "error", "80.0 GB, 68.0 GB of it free"),

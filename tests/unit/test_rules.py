@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, GPT2
 
 from tests.helpers import faults
 from tests.helpers.faults import FAULTS, TWO, TWO_NODES, Side, ds_config, findings_in, findings_of, found_in, schedule
-from tests.helpers.tiny import ROOT, llama_config, write_experts, write_llama, write_model, write_recipe
+from tests.helpers.tiny import ROOT, llama_config, settings_with, write_experts, write_llama, write_model, write_recipe
 from tests.helpers.tools import refusal_of
+from zero_recipes.checks import rules
 from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.checks.rehearsal import parser_findings
 from zero_recipes.checks.rules import options
@@ -82,6 +84,23 @@ def test_sequences_are_shared_by_groups_and_heads(tmp_path):
         llama_config(layer_types=layers, sliding_window=window).save_pretrained(tmp_path / "model")
         found = findings_in(tmp_path / "recipe.yaml", keys | {"attn_implementation": attention})
         assert [one.code for one in found if one.code == "ZR298"] == codes, (layers, window, attention)
+
+
+@pytest.mark.parametrize("packages, stops", [({"kernels"}, True), (set(), False)])
+def test_weights_in_mxfp4_are_not_trained_where_their_kernels_are(packages, stops, monkeypatch):
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: name in packages or None)
+    run = Run(None, settings_with(), {}, Strategy("ddp", 1, DsConfig({}), ""), "cuda", {})
+    quantized = SimpleNamespace(quantization_config={"quant_method": "mxfp4"})
+    assert bool(rules.stops_late(replace(run, config=quantized))["mxfp4_kernels"]) == stops
+    assert not rules.stops_late(replace(run, config=SimpleNamespace()))["mxfp4_kernels"]
+
+
+@pytest.mark.parametrize("named, in_config, warned", [(None, 0.9, True), (None, 0.001, False), (0.0, 0.9, False)])
+def test_a_loud_loss_of_the_routers_is_said(named, in_config, warned):
+    settings = settings_with(router_aux_loss_coef=named)
+    config = SimpleNamespace(router_aux_loss_coef=in_config)
+    run = Run(None, settings, {}, Strategy("ddp", 1, DsConfig({}), ""), "cuda", {}, config)
+    assert ("ZR466" in [found.code for found in rules.rule_findings(run)]) == warned
 
 
 def test_packed_rows_by_the_type_of_the_model(found, tmp_path):
@@ -218,8 +237,8 @@ SOUND: set[tuple[str, bool]] = set()  # twins without a finding
 
 
 def text_of(fault) -> str:
-    rules = options()["stops_late"] | options()["silent"]
-    return rules[fault.names]["option"] if fault.code in ("ZR192", "ZR193") else fault.names
+    texts = options()["stops_late"] | options()["silent"]
+    return texts[fault.names]["option"] if fault.code in ("ZR192", "ZR193") else fault.names
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -29,6 +29,7 @@ from zero_recipes.model import built_or_none
 # the texts of rules that are no more than a condition, and tables of values
 options = partial(package_yaml, __package__, "options.yaml")
 
+LOUD = 0.1  # a coefficient; most models have 0.001 to 0.02
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
 
 
@@ -50,6 +51,9 @@ def rule_findings(run: Run) -> Iterator[Finding]:
         yield finding("ZR162", epochs=epochs)
     yield from packing(run)
     yield from own_forward(run)
+    balancing = getattr(run.config, "router_aux_loss_coef", 0.0)
+    if settings.router_aux_loss_coef is None and balancing >= LOUD:
+        yield finding("ZR466", coefficient=balancing)
     yield from processes(run)
     if run.world_size > 1 and not settings.average_tokens_across_devices:
         yield finding("ZR194")
@@ -75,6 +79,7 @@ def stops_late(run: Run) -> dict[str, Any]:
     quantized = settings.load_in_4bit or settings.load_in_8bit
     liger = settings.use_liger_kernel
     template = settings.chat_template_path
+    packed = getattr(run.config, "quantization_config", None) or {}
     return {
         "save_steps": settings.save_strategy == "steps" and settings.save_steps <= 0,
         "eval_on_start": settings.eval_on_start and not settings.evaluates,
@@ -87,6 +92,7 @@ def stops_late(run: Run) -> dict[str, Any]:
         and not template.endswith((".jinja", ".j2"))
         and getattr(run.config, "tie_word_embeddings", False),
         "quantized_without_lora": quantized and not settings.use_peft,
+        "mxfp4_kernels": packed.get("quant_method") == "mxfp4" and importlib.util.find_spec("kernels"),
         "eight_bit_fsdp": fsdp and settings.load_in_8bit,
         "fsdp_offload_on_cpu": fsdp and run.strategy.fsdp_config.get("cpu_offload") and run.device == "cpu",
         "fp16_on_cpu": settings.fp16 and run.device == "cpu",

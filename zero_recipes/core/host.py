@@ -286,10 +286,11 @@ def gpus(extra: Path | None = None) -> dict[str, Gpu]:
 
 
 def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
-    """The GPU of this name, or the only one whose name begins with it. Raises Refusal."""
+    """The GPU of this name, or the only one whose name begins with it or has it. Raises Refusal."""
     if name in known:
         return known[name]
     found = [gpu for key, gpu in known.items() if key.startswith(name.lower())]
+    found = found or [gpu for key, gpu in known.items() if name.lower() in key]
     if len(found) == 1:
         return found[0]
     what = f"{' and '.join(gpu.name for gpu in found)} match" if found else "unknown GPU"

@@ -38,11 +38,12 @@ def rent(arguments: argparse.Namespace) -> int:
     if recipe.is_relative_to(FILES):
         recipe = Path(recipe.name)
     words = shlex.split(request.command(job))
+    named = words[2]  # the recipe
 
     def command(rank: str, recipe: Path = recipe) -> str:
         """`rank`: the shell variable with this machine's rank."""
         shell = {word: shlex.quote(word) for word in words}
-        shell[str(arguments.recipe)] = shlex.quote(str(recipe))
+        shell[named] = shlex.quote(str(recipe))
         shell[HOSTS] = '"$HOSTS"'
         shell[MACHINE_RANK] = f'"${rank}"'
         return " ".join(shell[word] for word in words)
@@ -57,7 +58,7 @@ def rent(arguments: argparse.Namespace) -> int:
         "accelerator": SKYPILOT.get(request.gpu.name, request.gpu.name.partition("-")[0].upper()),
         "image": arguments.image,
         "command": command,
-        "rehearsal": rehearsal_of(request.command(job), job.world_size).replace(str(arguments.recipe), str(recipe)),
+        "rehearsal": rehearsal_of(request.command(job), job.world_size).replace(named, str(recipe)),
     }
     loader = PackageLoader("zero_recipes.tools", "templates")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)

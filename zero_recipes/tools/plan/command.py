@@ -17,21 +17,21 @@ from zero_recipes.core.tables import terminal, working
 from zero_recipes.core.units import count
 from zero_recipes.tools.plan import show
 from zero_recipes.tools.plan.choose import best_machine, better, lighter, limits_of, on_each_machine, rows_of
-from zero_recipes.tools.plan.job import Job, PlanRequest, read_recipe, read_request
+from zero_recipes.tools.plan.job import Job, PlanRequest, model_named, read_recipe, read_request
 from zero_recipes.tools.plan.predict import Predict, Predictor, Progress
 from zero_recipes.tools.plan.simulator import parent
 
 VOCABULARY = 32_000
-# of `--params`
+RECIPES = (".yaml", ".yml", ".json")
+# without a recipe
 DEFAULTS = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 2048}
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """`rest` overrides the recipe's keys. Raises Refusal."""
     predict = Predictor(arguments.quick, seconds=arguments.seconds)
-    has_recipe = arguments.params is None
-    with working(f"reading {arguments.recipe if has_recipe else '--params'}"):
-        request = read_request(arguments, rest) if has_recipe else request_of_size(arguments, rest)
+    with working(f"reading {arguments.recipe if arguments.params is None else '--params'}"):
+        request = requested(arguments, rest)
         if not arguments.quick and predict.missing(request.jobs()[0]):
             parent.start("gpu")
         answer = answer_by(Predictor(quick=True), arguments, request, limits=arguments.quick)
@@ -102,9 +102,18 @@ def _shown_meanwhile(draft: show.Answer, arguments: argparse.Namespace, predict:
         yield updated
 
 
-def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
-    """Of a model like Llama with about so many parameters."""
-    config, name = llama(arguments.params)
+def requested(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
+    """Of a recipe, a model or `--params`. Raises Refusal."""
+    named = arguments.recipe
+    config = None
+    own = []
+    if arguments.params is not None:
+        config, name = llama(arguments.params)
+    elif named.is_file() or named.suffix in RECIPES:
+        return read_request(arguments, rest)
+    else:
+        name = model_named(str(named))
+        own = ["--model_name_or_path", name]
     recipe = Recipe(Path("RECIPE.yaml"), _default_settings(), DEFAULTS, "")
     if rest:
         with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +121,7 @@ def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanReque
             write_json(file, DEFAULTS)  # JSON is YAML
             recipe = replace(read_recipe(file, rest), path=recipe.path)
     recipe = replace(recipe, settings=recipe.settings.replace(model_name_or_path=name))
-    request = read_request(arguments, rest, recipe, config)
+    request = read_request(arguments, [*own, *rest], recipe, config)
     return replace(request, no_lengths="there is no recipe")
 
 

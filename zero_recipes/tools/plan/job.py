@@ -23,7 +23,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
 from zero_recipes.config.ds_config import DsConfig, ModelSize, fill_own_autos, read_json_mapping
 from zero_recipes.config.recipe import Recipe, RowLengths, Settings, stated
-from zero_recipes.core.files import at_hand, package_yaml
+from zero_recipes.core.files import FILES, at_hand, package_yaml
 from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
 from zero_recipes.tools.plan.cache import cached
@@ -36,10 +36,8 @@ ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offloa
 ON_SEVERAL = ("zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", FSDP)  # GPUs: one has nobody to share with
 ON_DISK = ("zero3_offload_infinity", "zero3_infinity")
 EVERY = (*ALL, *ON_SEVERAL, *ON_DISK, "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")  # `--strategies all`
-# those that a plan may change
-CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
-CHANGED += ("load_in_4bit", "bnb_4bit_quant_storage", "dtype")
 NO_FOLDER = "ZR233"  # the folder on NVMe is the machine's, and a plan is made elsewhere
+MODELS = Path(__file__).with_name("models")
 words = partial(package_yaml, __package__, "words.yaml")
 USELESS = ("ZR224", "ZR226")  # warnings: ZeRO++ on one node, which costs and saves nothing
 
@@ -224,11 +222,21 @@ def model_config(settings: Settings) -> dict[str, Any]:
 def known_models() -> dict[str, dict[str, Any]]:
     """{model's name on the hub: its file in plan/models/}."""
     known = {}
-    for path in sorted(Path(__file__).with_name("models").glob("*.json")):
+    for path in sorted(MODELS.glob("*.json")):
         entry = json.loads(path.read_text())
         for name in (entry["model"], *entry["names"]):
             known[name] = entry
     return known
+
+
+def model_named(text: str) -> str:
+    """The model of this name, also of a short one: a file in plan/models/, or the end of a name on the hub."""
+    short = text.lower()
+    for name in known_models():
+        if short in (name.lower(), name.lower().rpartition("/")[2]):
+            return name
+    file = MODELS / f"{short}.json"
+    return json.loads(file.read_text())["model"] if file.is_file() else text
 
 
 def job_of(
@@ -307,21 +315,22 @@ class PlanRequest:
     def command(self, job: Job) -> str:
         """What to type: the recipe's own values are left out, what the plan changed is added."""
         settings = self.recipe.settings
-        words = ["zero-recipes", "train", str(self.recipe.path)]
+        path = self.recipe.path
+        argv = ["zero-recipes", "train", path.name if path.is_relative_to(FILES) else str(path)]
         if job.strategy != SINGLE and settings.deepspeed is None:  # else the recipe says all
-            words += ["--config_file", f"{job.strategy}.yaml"]
-        words += ["--num_processes", str(job.world_size)]
+            argv += ["--config_file", f"{job.strategy}.yaml"]
+        argv += ["--num_processes", str(job.world_size)]
         if job.world_size > job.gpus_per_node:
-            words += ["--hosts", HOSTS, "--machine_rank", MACHINE_RANK]
-        words += self.overrides
-        for key in CHANGED:
+            argv += ["--hosts", HOSTS, "--machine_rank", MACHINE_RANK]
+        argv += self.overrides
+        for key in words()["changed"]:
             is_derived = key == "gradient_accumulation_steps" and settings.global_batch_size is not None
             value = getattr(job.settings, key)
             if value != getattr(settings, key) and not is_derived:
-                words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+                argv += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
         if job.on_nvme and settings.nvme_path is None:
-            words += ["--nvme_path", "FOLDER"]
-        return shlex.join(words)
+            argv += ["--nvme_path", "FOLDER"]
+        return shlex.join(argv)
 
 
 def read_request(

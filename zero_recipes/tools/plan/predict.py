@@ -18,6 +18,7 @@ from zero_recipes.tools.plan.simulator import parent as simulation
 Predict = Callable[[Job], Prediction]
 Progress = Callable[[Job, int], None]  # takes what was simulated, and how many are left
 BY_FORMULAS = " uses formulas, because "
+SOURCES = {"engine": "the simulated engine", "formulas": "formulas"}
 
 
 class Predictor:

@@ -13,21 +13,10 @@ from zero_recipes.core.tables import Column, print_columns
 from zero_recipes.core.units import count, duration, money, percent, size
 from zero_recipes.core.zero_paper import paper_volume
 from zero_recipes.tools.check import rehearsal_of
-from zero_recipes.tools.plan.choose import Change, Recommendation, Row, fewest_gpus
+from zero_recipes.tools.plan.choose import Recommendation, Row, fewest_gpus
 from zero_recipes.tools.plan.cost import Cost, Range, cost, estimate, how_good
 from zero_recipes.tools.plan.job import Job, PlanRequest, shares_nothing, words
-from zero_recipes.tools.plan.predict import BY_FORMULAS
-
-PARTS = {
-    "params": "Params",
-    "grads": "Grads",
-    "optimizer": "Optimizer",
-    "activations": "Activa-\ntions",
-    "buckets": "Buckets,\ngathered",
-    "loss_head": "Loss\nhead",
-    "other": "Other",
-}
-SOURCES = {"engine": "the simulated engine", "formulas": "formulas"}
+from zero_recipes.tools.plan.predict import BY_FORMULAS, SOURCES
 
 
 def in_seconds(seconds: float) -> str:
@@ -110,7 +99,7 @@ def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
         Column("Margin", _margin),
         Column("Peak", lambda row: size(row.prediction.allocated_peak_bytes)),
         Column("in", lambda row: row.prediction.peak_phase),
-        *(_part_column(part, header) for part, header in PARTS.items()),
+        *(_part_column(part, header) for part, header in words()["parts"].items()),
         Column("Host", lambda row: _sizes(row.prediction.host_bytes)),
         Column("NVMe", lambda row: size(row.prediction.nvme_bytes or None)),
         Column("Disk", lambda row: _sizes(row.prediction.checkpoint_bytes)),
@@ -127,7 +116,7 @@ def _status(row: Row) -> str:
         return "host too small"
     if row.fit.nvme_lacks:
         return "NVMe too small"
-    return {"fits": "fits", "tight": "may run out", "no": "does not fit"}[row.fit.status]
+    return words()["statuses"][row.fit.status]
 
 
 def _margin(row: Row) -> str:
@@ -187,16 +176,12 @@ def _of_fits(rows: Iterable[Row]) -> list[str]:
     lines = []
     for row in rows:
         if row.change:
-            words = f"{change_in_words(row.change)} ({size(row.change.fit.margin)} left)"
+            words = f"{difference(row.job, row.change.job)} ({size(row.change.fit.margin)} left)"
             lines.append(f"{row.job.strategy}: the cheapest change that fits: {words}.")
         if row.fit.resume_lacks and row.runs:
             lacking = f"{size(row.fit.resume_lacks)} of host memory per machine"
             lines.append(f"{row.job.strategy}: the run fits but cannot resume: reading a checkpoint lacks {lacking}.")
     return lines
-
-
-def change_in_words(change: Change) -> str:
-    return difference(change.start, change.job)
 
 
 def difference(old: Job, new: Job) -> str:
@@ -249,7 +234,8 @@ def bottom_line(answer: Answer) -> str:
     if advice.job is None:
         return f"Nothing fits {machine}, not even with activation checkpointing, offload or LoRA; {_way_out(answer)}."
     if advice.change:
-        verdict = f"Nothing fits {machine} with the unchanged recipe; {change_in_words(advice.change)} does"
+        changed = difference(advice.change.start, advice.change.job)
+        verdict = f"Nothing fits {machine} with the unchanged recipe; {changed} does"
     else:
         row = answer.recommended
         way = f" with {difference(advice.chosen.job, row.job)}" if answer.better else ""

@@ -17,8 +17,8 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from zero_recipes.checkpoint.save import MANIFEST
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate import FOLDER, file_named
-from zero_recipes.core.files import at_hand
+from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, file_named, launch_of
+from zero_recipes.core.files import at_hand, write_json
 from zero_recipes.core.findings import FAILED, REFUSED, shown
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import kill_with_children
@@ -72,6 +72,9 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
     """Write the small model, and say what is smaller than the job. Raises Refusal."""
     path = arguments.recipe
     mapping = recipes.recipe_in_force(path)
+    if launch_of(mapping):  # of the real job: a run refuses another launch than its recipe's
+        path = folder / "recipe.yaml"
+        write_json(path, {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS})  # JSON is YAML
     real = recipes.parse_recipe(path, mapping, arguments.overrides)
     settings = real.settings
     shares = settings.sequence_parallel_size

@@ -104,7 +104,7 @@ def breaks_in(phases: Mapping[str, str | None], metrics: Metrics) -> str:
     """The phase in which a launch failed."""
     failed = metrics.failure.phase if metrics.failure else None
     for phase, key in phases.items():
-        if key == failed:
+        if failed and key == failed:
             return phase
     return list(phases)[0 if failed in ("startup", "data", "model") else -1]
 
@@ -112,7 +112,7 @@ def breaks_in(phases: Mapping[str, str | None], metrics: Metrics) -> str:
 def judged(phase: str, key: str | None, breaks: str | None, rehearsal: Rehearsal, mine: Ran, ran: Runs) -> Row:
     """`breaks`: the phase in which this launch failed."""
     metrics = mine.metrics
-    seconds = (metrics.phase_seconds or {}).get(key) if key else mine.seconds
+    seconds = mine.seconds if key == "launch" else (metrics.phase_seconds or {}).get(key)
     code = (metrics.failure and metrics.failure.code) or ""
     if metrics.status == "refused" and mine.folder.name in RESUMED:  # the strategy, or the order of the rows
         return Row(phase, "left out", seconds, code)

@@ -26,6 +26,9 @@ def make_small(settings: Settings, folder: Path, layers: int | None) -> str:
     config = models.load_config(small)
     with library_error_as_finding(f"making a smaller {settings.model_name_or_path} (--layers 2 keeps its width)"):
         cuts = cut_layers(config.get_text_config(), layers or SIZES["layers"])
+        tower = getattr(config, "vision_config", None)
+        if hasattr(tower, "num_hidden_layers"):  # text never reaches it
+            cut_layers(tower, 1)
         if layers is None:
             cuts += cut_width(config.get_text_config(), settings.sequence_parallel_size)
         vars(config).pop("quantization_config", None)
