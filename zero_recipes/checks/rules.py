@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from zero_recipes.config.accelerate import is_on
+from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
@@ -89,7 +90,17 @@ def stops_late(run: Run) -> dict[str, Any]:
         "fsdp_offload_on_cpu": fsdp and run.strategy.fsdp_config.get("cpu_offload") and run.device == "cpu",
         "fp16_on_cpu": settings.fp16 and run.device == "cpu",
         "activation_offloading": settings.activation_offloading and run.device == "cpu",
+        "dispatch_batches": run.world_size > 1 and _joins_uneven_batches(settings),
     }
+
+
+def _joins_uneven_batches(settings: Settings) -> bool:
+    """Not of a stream, for which TRL turns dispatch_batches off."""
+    loading = settings.accelerator_config
+    if not isinstance(loading, dict) or settings.dataset_streaming:
+        return False
+    is_even = settings.pad_to_multiple_of == settings.max_length and not settings.joined_by
+    return bool(loading.get("dispatch_batches")) and not loading.get("split_batches") and not is_even
 
 
 def silent(run: Run) -> dict[str, Any]:

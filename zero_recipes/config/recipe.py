@@ -74,6 +74,21 @@ def precision_of(arguments: Any) -> str:
     return "fp16" if arguments.fp16 else "fp32"
 
 
+def computed_in(precision: str, dtype: Any) -> str:
+    """ "bf16", "fp16" or "fp32", in which weights of `dtype` compute: without mixed precision in their own."""
+    if precision != "fp32":
+        return precision
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype).removeprefix("torch."), "fp32")
+
+
+def loaded_dtype(settings: Settings, saved: Any) -> str:
+    """ "float32": of the weights as they are loaded. `saved`: of the checkpoint's, None where it names none."""
+    requested = (settings.model_init_kwargs or {}).get("dtype") or settings.dtype
+    if requested in ("auto", None):
+        requested = saved or "float32"
+    return str(requested).removeprefix("torch.")
+
+
 USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
 # mappings, which the command line gives as JSON
 MAPPINGS = ("model_init_kwargs", "dataset_kwargs", "lr_scheduler_kwargs", "liger_kernel_config", "accelerator_config")

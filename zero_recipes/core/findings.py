@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.core.files import package_yaml, write_json
-from zero_recipes.core.process import rank, wait_for_rank_0
+from zero_recipes.core.files import encodable, package_yaml, write_json
+from zero_recipes.core.process import escape_what_cannot_print, rank, wait_for_rank_0
 
 # exit codes
 FAILED = 1
@@ -105,7 +105,7 @@ def finding(
 ) -> Finding:
     """`values`: what the code's templates in findings.yaml name. `level`: where a code may be either."""
     row = table()[code]
-    texts = {part: row[part].format_map(values) for part in PARTS}
+    texts = {part: encodable(row[part].format_map(values)) for part in PARTS}
     return Finding(code, **texts, level=level or row["level"], key=recipe_key, scope=scope)
 
 
@@ -218,6 +218,7 @@ def raise_errors(findings: list[Finding]) -> None:
 
 def print_ending(ending: BaseException, tracebacks: bool = False) -> int:
     """Print why a run ends, each finding on the ranks of its scope. Returns the exit code of every rank."""
+    escape_what_cannot_print()
     if isinstance(ending, KeyboardInterrupt):
         if rank() == 0:
             print("ended by Ctrl-C", file=sys.stderr, flush=True)

@@ -213,6 +213,23 @@ def overlap_findings(training: Dataset, evaluation: Dataset, split: str) -> Iter
         yield finding("ZR538", count=len(same), rows=len(evaluation), split=split, row=same[0])
 
 
+def left_out_findings(rows: Dataset | None, settings: Settings, replicas: int) -> Iterator[Finding]:
+    """Of evaluation rows, as they are evaluated, that dataloader_drop_last leaves out."""
+    if rows is None or not settings.dataloader_drop_last:
+        return
+    batch = settings.per_device_eval_batch_size
+    left_out = len(rows) % (batch * replicas)
+    if not left_out:
+        return
+    about = {"left_out": left_out, "rows": len(rows), "split": settings.dataset_test_split, "round": batch * replicas}
+    level = "warning"
+    consequence = "eval_loss is that of the others."
+    if left_out == len(rows):
+        level = "error"
+        consequence = "There would be no eval_loss, and load_best_model_at_end fails without one."
+    yield finding("ZR554", level=level, **about, batch=batch, replicas=replicas, consequence=consequence)
+
+
 def shown_rows(tokenised: Dataset, tokenizer: Tokenizer) -> list[tuple[int, list[tuple[str, bool]]]]:
     """Three rows as (number, [(text, whether it carries loss)])."""
     found = []

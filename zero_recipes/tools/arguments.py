@@ -214,7 +214,7 @@ def add_measurements(commands) -> None:
         default=[],
         dest="sets",
         metavar="KEY=a,b,c",
-        help="one run per value of a recipe key, or of a ds_config key by its path; repeat it for all combinations",
+        help="one run per value of a recipe key; repeat it for all combinations",
     )
 
     add = add_recipe_verb(

@@ -60,7 +60,7 @@ def check(arguments: argparse.Namespace) -> int:
     if findings:
         print(shown(findings, arguments.traceback))
     if run is not None:
-        print(*run.strategy.described(run.device, run.settings), sep="\n")
+        print(*run.described(), sep="\n")
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if not errors:
@@ -96,12 +96,16 @@ def rehearsal_of(launch: str, gpus: int) -> str:
 
 def data_findings(run) -> list:
     """Audit the training rows, and print counts and three rows. Raises Refusal."""
+    from datasets import Dataset
+
     from zero_recipes.data import audit, load, prepare
 
     settings = run.settings.replace(**recipes.WITHOUT_LAUNCH)
     training_args = recipes.trl_arguments(settings, run.recipe.path).training
     data = prepare.read_data(settings, load.load_tokenizer(settings))
     splits, findings = prepare.prepare_splits(data, settings, training_args)
+    if isinstance(data.evaluation, Dataset):  # of a stream only the beginning was read
+        findings += audit.left_out_findings(splits[1].ready, settings, run.strategy.replicas)
     train = splits[0]
     for line in prepare.recognised(data, train):
         print(f"recognized    {line}")

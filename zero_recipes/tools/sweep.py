@@ -1,7 +1,6 @@
 """`zero-recipes sweep`: launch one strategy or value after another. A failure is a row, not a crash."""
 
 import collections
-import copy
 import hashlib
 import json
 import os
@@ -10,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -21,13 +20,11 @@ import yaml
 from rich.console import Console
 
 from zero_recipes.checkpoint import output_dir as folders
-from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, launched_environment
-from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.config.strategy import launched_ds_config
-from zero_recipes.core.files import at_hand, write_json
+from zero_recipes.core.files import at_hand
 from zero_recipes.core.findings import REFUSAL_FILE, Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import kill_with_children
@@ -62,7 +59,6 @@ def sweep(
     quieten()
     console = terminal()
     configs = {}
-    ds_configs = {}
     # what it refuses here, it would refuse in every run
     with working(f"reading {recipe}"):
         settings = recipes.parse_recipe(recipe, recipes.recipe_in_force(recipe), overrides).settings
@@ -70,8 +66,8 @@ def sweep(
         for name in strategies:
             configs[name] = at_hand(FOLDER / f"{name}.yaml")
             environment = launched_environment(configs[name], num_processes)
-            ds_configs[name], _ = launched_ds_config(environment, settings.precision)
-    runs = runs_of(configs, ds_configs, sets, overrides)
+            launched_ds_config(environment, settings.precision)
+    runs = runs_of(configs, sets, overrides)
     refuse_results(recipe, settings, output_dir, runs)
     if sets:
         own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
@@ -114,11 +110,6 @@ def launched(
     previous = folders.claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
     (folder / FILE).unlink(missing_ok=True)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", run.config]
-    if run.ds_config is not None:  # in place of the file's own
-        ds_config = folder / "ds_config.json"
-        write_json(ds_config, run.ds_config)
-        zero_init = str(DsConfig(run.ds_config).stage == 3).lower()
-        words += ["--deepspeed_config_file", ds_config, "--zero3_init_flag", zero_init]
     words += ["--num_processes", ranks, "--main_process_port", 0]  # a free port
     words += [script or at_hand("run_sft.py"), recipe, "--output_dir", folder]
     named = {word.partition("=")[0] for word in (*overrides, *run.words)}
@@ -212,45 +203,26 @@ class SweepRun:
     strategy: str
     config: Path  # the strategy's accelerate file
     values: Mapping[str, Any]  # what the sweep sets, by key
-    words: tuple[str, ...] = ()  # options for the recipe's keys among `values`
-    ds_config: Mapping[str, Any] | None = None  # with DeepSpeed's keys among `values`; None without any
+    words: tuple[str, ...]  # of run_sft.py's command line, for `values`
 
 
-def runs_of(
-    configs: Mapping[str, Path], ds_configs: Mapping[str, dict | None], sets: Sequence[str], overrides: list[str]
-) -> list[SweepRun]:
-    """One run a strategy and combination of values.
+def runs_of(configs: Mapping[str, Path], sets: Sequence[str], overrides: list[str]) -> list[SweepRun]:
+    """One run a strategy and combination of values. `configs`: {strategy: accelerate file}.
 
-    `configs`: {strategy: accelerate file}; `ds_configs`: {strategy: its ds_config}.
     Raises Refusal for an unknown key. Each run checks its own values.
     """
-    types = key_types()
-    listed = parse_sets(sets, types, overrides)
-    in_ds = [key for key in listed if key not in types]
-    without = [name for name in configs if ds_configs[name] is None]
-    if in_ds and without:
-        able = [name for name in configs if name not in without] or ["zero2"]
-        raise refusal("ZR359", keys=", ".join(in_ds), without=", ".join(without), able=",".join(able))
+    listed = parse_sets(sets, key_types(), overrides)
     runs = []
     for name, *values in product(configs, *listed.values()):
-        named = dict(zip(listed, values, strict=True))
-        runs.append(run_of(name, configs[name], ds_configs[name], named, in_ds))
+        runs.append(run_of(name, configs[name], dict(zip(listed, values, strict=True))))
     return runs
 
 
-def run_of(
-    strategy: str, config: Path, ds_config: Mapping[str, Any] | None, values: Mapping[str, Any], in_ds: Collection[str]
-) -> SweepRun:
-    """`in_ds`: the keys whose values go into the ds_config. Raises Refusal."""
+def run_of(strategy: str, config: Path, values: Mapping[str, Any]) -> SweepRun:
     words = []
-    below = {}
     for key, value in values.items():
-        if key in in_ds:
-            below[key] = value
-        else:
-            words += option_words(key, value)
-    written = with_values(ds_config, below) if below else None
-    return SweepRun(run_name(strategy, values), strategy, config, values, tuple(words), written)
+        words += option_words(key, value)
+    return SweepRun(run_name(strategy, values), strategy, config, values, tuple(words))
 
 
 def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[str]) -> dict[str, list[Any]]:
@@ -263,7 +235,10 @@ def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[s
     for text in texts:
         key, _, listed = text.partition("=")
         key = key.strip()
-        _refuse_unknown(key, types)
+        if key in NOT_SWEPT:
+            raise refusal("ZR358", key=key)
+        if key not in types:
+            raise Refusal(list(key_findings("--set", [key], types)))
         try:
             values = [_number(value) for value in yaml.safe_load(f"[{listed}]")]
             written = {json.dumps(value, sort_keys=True, allow_nan=False) for value in values}
@@ -279,18 +254,6 @@ def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[s
 
 def _unreadable(text: str, why: str) -> Refusal:
     return refusal("ZR355", text=text[:80], why=why)
-
-
-def _refuse_unknown(key: str, types: Mapping[str, Any]) -> None:
-    """DeepSpeed's own parser refuses what is further down."""
-    if key in NOT_SWEPT:
-        raise refusal("ZR358", key=key)
-    block, *below = key.split(".")
-    in_zero = block == "zero_optimization" and below
-    is_ds = below[0] in zero_keys() if in_zero else block in top_level_keys()
-    if key not in types and not is_ds:
-        zero = {f"zero_optimization.{name}" for name in zero_keys()}
-        raise Refusal(list(key_findings("--set", [key], {*types, *top_level_keys(), *zero})))
 
 
 def run_name(strategy: str, values: Mapping[str, Any]) -> str:
@@ -310,19 +273,3 @@ def option_words(key: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [f"--{key}", *map(value_text, value)]
     return [f"--{key}={value_text(value)}"]
-
-
-def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with each value at its path, "block.key". Raises Refusal."""
-    filled = copy.deepcopy(dict(config))
-    for path, value in values.items():
-        block = filled
-        *blocks, last = path.split(".")
-        for name in blocks:
-            if block.get(name) is None:
-                block[name] = {}
-            if not isinstance(block[name], dict):
-                raise refusal("ZR360", path=path, block=name, value=json.dumps(block[name]))
-            block = block[name]
-        block[last] = value
-    return filled

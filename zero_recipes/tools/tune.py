@@ -127,7 +127,7 @@ def candidates(
                         values[RECOMPUTES] = recomputes
                     is_recipe = not values and name == names[0]
                     place = -1 if is_recipe else rank + recomputes
-                    found.append((place, sweep.run_of(name, file, ds_config, values, in_ds=())))
+                    found.append((place, sweep.run_of(name, file, values)))
         if found:
             found.sort(key=lambda one: one[0])
             return [run for _, run in found]
