@@ -224,8 +224,8 @@ def test_a_run_without_mixed_precision_computes_in_the_dtype_of_its_weights(tmp_
         computed[stage] = run_of(recipe, keys).precision
     assert computed == {None: "bf16", 1: "bf16", 3: "fp32"}, "zero.Init makes fp32 weights"
     assert run_of(recipe, {"bf16": False}).precision == "fp32"
-    (line,) = [line for line in run_of(recipe, halved).described() if line.startswith("precision")]
-    assert "bf16, the dtype of the weights" in line
+    run = run_of(recipe, halved)
+    assert "bf16, the dtype of the weights" in str(run.strategy.described(run.device, run.settings, run.precision))
 
 
 SOUND: set[tuple[str, bool]] = set()  # twins without a finding

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from zero_recipes.checks.rules import bare_model, conditions, options
 from zero_recipes.config.accelerate import ds_config_file, is_on
 from zero_recipes.config.ds_config import parsed_zero
@@ -115,15 +117,11 @@ def _silent(run: Run) -> dict[str, Any]:
 def _flat_pieces(run: Run) -> Iterator[Finding]:
     """Of an optimizer that looks at the shapes of tensors."""
     optim = run.settings.optim
-    key = "optim"
-    name = str(getattr(optim, "value", optim))
-    if run.ds.optimizer:
-        key = "the ds_config's optimizer"
-        name = _optimizer_type(run)
-    kinds = [kind for kind in options()["shapes"] if kind in name]
-    if run.stage and kinds:
-        about = {"optimizer": f"{key}: {name}", "why": options()["shapes"][kinds[0]]}
-        yield finding("ZR270", **about, stage=run.stage)
+    name = _optimizer_type(run) if run.ds.optimizer else str(getattr(optim, "value", optim))
+    for kind, why in options()["shapes"].items():
+        if run.stage and kind in name:
+            yield finding("ZR270", optimizer=name, why=why, stage=run.stage)
+            return  # galore_adafactor is of the first alone
 
 
 def _optimizer_type(run: Run) -> str:
@@ -284,9 +282,7 @@ def _separate_experts(run: Run) -> Iterator[Finding]:
 
 
 def _has_separate_experts(module) -> bool:
-    from torch.nn import ModuleDict, ModuleList
-
     for name, child in module.named_children():
-        if "expert" in name and isinstance(child, (ModuleList, ModuleDict)) and len(child) > 1:
+        if "expert" in name and isinstance(child, (nn.ModuleList, nn.ModuleDict)) and len(child) > 1:
             return True
     return False

@@ -74,6 +74,8 @@ def stops_late(run: Run) -> dict[str, Any]:
     quantized = settings.load_in_4bit or settings.load_in_8bit
     liger = settings.use_liger_kernel
     template = settings.chat_template_path
+    loading = _loading(settings)
+    joins = loading.get("dispatch_batches") and not loading.get("split_batches")
     return {
         "save_steps": settings.save_strategy == "steps" and settings.save_steps <= 0,
         "eval_on_start": settings.eval_on_start and not settings.evaluates,
@@ -90,25 +92,21 @@ def stops_late(run: Run) -> dict[str, Any]:
         "fsdp_offload_on_cpu": fsdp and run.strategy.fsdp_config.get("cpu_offload") and run.device == "cpu",
         "fp16_on_cpu": settings.fp16 and run.device == "cpu",
         "activation_offloading": settings.activation_offloading and run.device == "cpu",
-        "dispatch_batches": run.world_size > 1 and _joins_uneven_batches(settings),
+        # for a stream TRL turns it off
+        "dispatch_batches": joins and not settings.dataset_streaming and run.world_size > 1,
     }
 
 
-def _joins_uneven_batches(settings: Settings) -> bool:
-    """Not of a stream, for which TRL turns dispatch_batches off."""
-    loading = settings.accelerator_config
-    if not isinstance(loading, dict) or settings.dataset_streaming:
-        return False
-    is_even = settings.pad_to_multiple_of == settings.max_length and not settings.joined_by
-    return bool(loading.get("dispatch_batches")) and not loading.get("split_batches") and not is_even
+def _loading(settings: Settings) -> dict[str, Any]:
+    """accelerator_config; empty where it is a path."""
+    return settings.accelerator_config if isinstance(settings.accelerator_config, dict) else {}
 
 
 def silent(run: Run) -> dict[str, Any]:
     """{name in options.yaml: whether the run would go on, and be another one than the recipe says}."""
     settings = run.settings
     streams = settings.dataset_streaming or settings.streaming
-    loading = settings.accelerator_config
-    loads_uneven = isinstance(loading, dict) and loading.get("even_batches") is False  # or it is a path
+    loads_uneven = _loading(settings).get("even_batches") is False
     return {
         "hub_strategy": settings.push_to_hub and settings.hub_strategy not in ("every_save", "end"),
         "jit_checkpoint": settings.enable_jit_checkpoint,

@@ -106,11 +106,13 @@ class RecipeFile(dict):
 def read_recipe_file(path: Path) -> RecipeFile:
     """Reads, and sets nothing. Raises Refusal."""
     if not path.is_file():
-        names = [recipe.name for recipe in path.parent.glob("*.yaml")]
+        names = [recipe.name for recipe in path.parent.glob("*.yaml") if recipe.is_file()]
         near = difflib.get_close_matches(path.name, names, 1, 0.5)
         fix = "Check the path; the recipes are in recipes/."
         if near:
             fix = f"Did you mean {path.parent / near[0]}?"
+        if path.is_dir():
+            fix = "It is a folder. Name a file in it."
         raise refusal("ZR116", path=path, cwd=Path.cwd(), fix=fix)
     mapping = _load(path)
     env = mapping.pop("env", None) or {}
@@ -290,6 +292,7 @@ def without_unset(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[
         is_null = value.lower() == "null" or (value.lower() == "none" and key != "report_to")
         if not is_null or key not in known or not keys.accepted_types(known[key]) & {"null", "any"}:
             rest.append(word)
+            unset.discard(key)  # the last one counts
             continue
         unset.add(key)
         if not equals:

@@ -47,10 +47,6 @@ class Run:
             return precision
         return computed_in(precision, loaded_dtype(self.settings, getattr(self.config, "dtype", None)))
 
-    def described(self) -> list[str]:
-        """What is in force, a line each."""
-        return self.strategy.described(self.device, self.settings, self.precision)
-
     @property
     def saves_on_signals(self) -> bool:
         """Not where nothing could go on from the checkpoint (ZR719, ZR254)."""

@@ -54,7 +54,7 @@ class Strategy:
         return self.fsdp_config is not None
 
     def described(self, device: str, settings: Settings, computed: str) -> list[str]:
-        """`computed`: the precision of the computation."""
+        """What is in force, a line each. `computed`: in which precision."""
         strategy = self.name
         if self.is_deepspeed:
             strategy += f" (DeepSpeed, {self.source})"

@@ -28,7 +28,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def escape_what_cannot_print() -> None:
+def escape_unprintable() -> None:
     """From now on, of all that this process prints: half a surrogate pair, and what the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

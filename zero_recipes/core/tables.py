@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zero_recipes.core.process import escape_what_cannot_print
+from zero_recipes.core.process import escape_unprintable
 
 Row = Any  # whatever the cells of its columns take
 
@@ -35,7 +35,7 @@ def _visible(character: str) -> str:
 
 
 def terminal(stderr: bool = False) -> Console:
-    escape_what_cannot_print()
+    escape_unprintable()
     return Console(stderr=stderr)
 
 

@@ -175,8 +175,10 @@ def audit_findings(
         has_answers = not {"completion", "messages"}.isdisjoint(rows.column_names)
         most = (MAX_BAD_ROW_SHARE if has_answers else 1) * found.rows
         count = len(found.empty)
-        level = "error" if count >= most else "warning"
-        yield finding("ZR533", level=level, count=count, rows=found.rows, split=split, row=found.empty[0])
+        row = found.empty[0]
+        about = {"count": len(found.empty), "rows": found.rows, "row": row, "text": str(rows[row])[:200]}
+        level = "error" if len(found.empty) >= most else "warning"
+        yield finding("ZR533", level=level, split=split, **about)
     if found.without_supervision:
         count = len(found.without_supervision)
         row = found.without_supervision[0]
@@ -215,19 +217,12 @@ def overlap_findings(training: Dataset, evaluation: Dataset, split: str) -> Iter
 
 def left_out_findings(rows: Dataset | None, settings: Settings, replicas: int) -> Iterator[Finding]:
     """Of evaluation rows, as they are evaluated, that dataloader_drop_last leaves out."""
-    if rows is None or not settings.dataloader_drop_last:
-        return
     batch = settings.per_device_eval_batch_size
-    left_out = len(rows) % (batch * replicas)
-    if not left_out:
-        return
-    about = {"left_out": left_out, "rows": len(rows), "split": settings.dataset_test_split, "round": batch * replicas}
-    level = "warning"
-    consequence = "eval_loss is that of the others."
-    if left_out == len(rows):
-        level = "error"
-        consequence = "There would be no eval_loss, and load_best_model_at_end fails without one."
-    yield finding("ZR554", level=level, **about, batch=batch, replicas=replicas, consequence=consequence)
+    left_out = 0 if rows is None else len(rows) % (batch * replicas)
+    if left_out and settings.dataloader_drop_last:
+        level = "error" if left_out == len(rows) else "warning"
+        counts = {"left_out": left_out, "rows": len(rows), "batch": batch, "replicas": replicas}
+        yield finding("ZR554", level=level, split=settings.dataset_test_split, **counts)
 
 
 def shown_rows(tokenised: Dataset, tokenizer: Tokenizer) -> list[tuple[int, list[tuple[str, bool]]]]:

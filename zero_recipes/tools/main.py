@@ -3,14 +3,12 @@
 import sys
 
 from zero_recipes.core.findings import Refusal, RunFailed, print_ending, refusal
-from zero_recipes.core.process import escape_what_cannot_print
 from zero_recipes.engine.warnings import quieten_loggers
 from zero_recipes.tools.arguments import parse_arguments
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb. Returns the exit code: 0 done, 1 a run or a check failed, 2 refused."""
-    escape_what_cannot_print()
     quieten_loggers()
     with_traceback = "--traceback" in (argv or sys.argv)
     arguments = parse_arguments(argv, __doc__)

@@ -1,7 +1,7 @@
 """What a run is made of before there is a trainer. Whatever is wrong here refuses the run, and nothing is touched."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -14,9 +14,8 @@ from zero_recipes.checks.predicted import planning
 from zero_recipes.checks.preflight import resolved_ds_config
 from zero_recipes.checks.rules import told_where_rows_begin
 from zero_recipes.config.run import Run
-from zero_recipes.core.findings import downgraded, ignored_codes, library_error_as_finding, raise_errors
+from zero_recipes.core.findings import library_error_as_finding
 from zero_recipes.core.process import PhaseClock
-from zero_recipes.data.audit import left_out_findings
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
 from zero_recipes.engine import attention, fsdp, patches
@@ -53,11 +52,7 @@ def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
     arguments.push_to_hub = False  # the Trainer would push its folder as it is, and at each save
     arguments.model_init_kwargs = None  # of load_model; SFTTrainer would warn that it ignores them
     with clock.phase("data"), planning(run) as planned:
-        data = prepare_rows(settings, arguments, load_tokenizer(settings))
-        left_out = list(left_out_findings(data.evaluation, settings, run.strategy.replicas))
-        findings = downgraded(left_out, ignored_codes(settings.ignore))
-        raise_errors(findings)
-        data = replace(data, findings=[*data.findings, *findings])
+        data = prepare_rows(settings, arguments, load_tokenizer(settings), run.strategy.replicas)
         predicted = planned()
     ds_config = resolved_ds_config(run, data.rows)
     return Inputs(arguments, peft_config, config, data, predicted, ds_config)
