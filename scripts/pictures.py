@@ -18,6 +18,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 COMMAND = "zero-recipes plan recipes/pythia.yaml --gpus 2 --gpu h100-80gb --price 2.5"
+WIDTH = 84  # columns: longer lines are broken
 SVG = (  # rich's own would load a font from the network
     '<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg"><style>'
     ".{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace;"
@@ -38,14 +39,13 @@ def plan(printed: str) -> None:
     """The answer as a terminal shows it at the end: what a later answer erased is left out."""
     last = re.sub(r".*\x1b\[\d*[AK]|\x1b\[\?25[hl]", "", printed, flags=re.DOTALL).strip("\n")
     text = Text.from_ansi(f"$ {COMMAND}\n\n{last}")
-    width = max(len(line.rstrip()) for line in text.plain.splitlines())
-    console = Console(record=True, width=width + 1, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(text, Text(" "), sep="\n", soft_wrap=True)
+    console = Console(record=True, width=WIDTH, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(text, Text(" "), sep="\n")
     console.save_svg(str(DOCS / "plan.svg"), title="zero-recipes plan", code_format=SVG, unique_id="plan")
 
 
 def accuracy() -> None:
-    """A dot for each published peak that a planner answers; its median and its worst in words."""
+    """A dot for each published peak that a planner answers; its median error and its two worst in words."""
     results = json.loads((ROOT / "benchmarks" / "results" / "planners.json").read_text())
     matplotlib.rcParams.update({"svg.hashsalt": "accuracy", "font.size": 10})
     figure = Figure(figsize=(8, 3.4), layout="constrained")
@@ -55,7 +55,8 @@ def accuracy() -> None:
         heights = [place + 0.06 * (number % 5 - 2) for number in range(len(ratios))]
         axes.scatter(ratios, heights, s=16, color=color, alpha=0.55, linewidths=0)
         found = results["planners"][name]
-        words = f"{label}: median error {found['median']:.1%}, worst {found['worst']:+.0%}, {found['rows']} peaks"
+        worst = f"{found['lowest']:+.0%} and {found['highest']:+.0%}"
+        words = f"{label}: median error {found['median']:.1%}, worst {worst}, {found['rows']} peaks"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         axes.text(
             0.0145, place - 0.32, words, bbox=box, color=color, fontweight="bold" if not place else "normal", zorder=3

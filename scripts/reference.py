@@ -63,19 +63,25 @@ def with_table(page: Path, lines: list[str]) -> str:
 
 
 def codes() -> str:
-    parts, area = [escaped(CODES)], None
+    """A list to jump to each code, then the codes by area."""
+    areas: dict[str, list[str]] = {}
+    parts: dict[str, list[str]] = {}
     for code, row in sorted(findings.table().items()):
         described = findings.described(code)
-        if described["area"] != area:
-            area = described["area"]
-            parts.append(f"\n## {area[:1].upper()}{area[1:]}\n")
+        area = described["area"][:1].upper() + described["area"][1:]
         notes = [
             row.get("level") == "warning" and "Warning.",
             row.get("ignore") and "Can be ignored.",
         ]
         what = escaped(" ".join(described["what"].split()))
-        parts.append(f"\n##### {code}\n\n{' '.join([what + '.', *filter(None, notes)])}\n")
-    return "".join(parts)
+        areas.setdefault(area, []).append(f"[{code}](#{code.lower()})")
+        parts.setdefault(area, []).append(f"\n##### {code}\n\n{' '.join([what + '.', *filter(None, notes)])}\n")
+    joined = "\n  "  # a line of the file each, so that changes of two people meet less often
+    page = [escaped(CODES), "\n"]
+    page += [f"- **{area}**: {joined.join(links)}\n" for area, links in areas.items()]
+    for area, texts in parts.items():
+        page += [f"\n## {area}\n", *texts]
+    return "".join(page)
 
 
 def escaped(text: str) -> str:

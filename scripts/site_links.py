@@ -70,7 +70,7 @@ def notebook_page(path: Path) -> str:
 
 
 def with_cause_and_fix(markdown: str) -> str:
-    """The page of codes with what findings.yaml says of each."""
+    """The page of codes, each folded up, with what findings.yaml says of it inside."""
     table = yaml.safe_load((ROOT / "zero_recipes" / "core" / "findings.yaml").read_text(encoding="utf-8"))
 
     def plain(template: str) -> str:
@@ -78,13 +78,15 @@ def with_cause_and_fix(markdown: str) -> str:
         return html.escape("".join(words + (f"<{name}>" if name else "") for words, name, _, _ in parsed), quote=False)
 
     def explained(found: re.Match) -> str:
-        row = table[found[2]]
+        row = table[found[1]]
         lines = [f"{part.title()}: {plain(row[part])}" for part in ("why", "fix") if not ALONE.fullmatch(row[part])]
         example = html.escape(row.get("example", "").strip()).replace("\n", "<br>")
         lines += [f"Example: <code>{example}</code>"] if example else []
-        return f"{found[1]}\n\n<p>{'<br>'.join(lines)}</p>\n"
+        head = f'<summary markdown="span"><code>{found[1]}</code> {found[2]}</summary>'
+        # the heading gives the search and the links of other pages their place; a link to it opens the details
+        return f'<details markdown="1">{head}\n\n##### {found[1]}\n\n<p>{"<br>".join(lines)}</p>\n\n</details>\n'
 
-    return re.sub(r"(##### (ZR\d{3})\n\n[^\n]+)", explained, markdown)
+    return re.sub(r"##### (ZR\d{3})\n\n([^\n]+)\n", explained, markdown)
 
 
 def on_page_markdown(markdown, page, config, files):

@@ -113,10 +113,12 @@ def scored_time(row: Row, predicted: dict[str, Any]) -> Row:
 
 
 def held(rows: list[Row]) -> dict[str, Any]:
-    """How many measured seconds lie in the planned range, and in one that is fitted without the row's source."""
+    """How many measured seconds lie in the planned range, and in one that is fitted without the row's source. `width`:
+    the median of a range's high end over its low end."""
     found = {"rows": len(rows), "held": sum(row["planned"][0] <= row["seconds"] <= row["planned"][1] for row in rows)}
     if "left_out" in rows[0]:
         found["left_out"] = sum(row["left_out"] for row in rows)
+    found["width"] = round(statistics.median(row["planned"][1] / row["planned"][0] for row in rows), 2)
     return found | median_and_worst({row["id"]: row["error"] for row in rows})
 
 
@@ -133,23 +135,29 @@ def errors(row: Row) -> dict[str, Any]:
     return {
         "errors": {name: round(value / measured - 1, 4) for name, value in ratios.items()},
         "inside": {} if read == "allocated" else {"inside": low <= measured <= high},
+        "width": high / low,
     }
 
 
 def summary(rows: list[Row], name: str = OURS) -> dict[str, Any]:
-    """`ours`: the median of this planner on the same rows. `inside`: readings inside the printed range, of how many."""
+    """`ours`: the median of this planner on the same rows. `inside`: readings inside the printed range, of how many.
+    `width`: the median of that range's high end over its low end."""
     found = {"rows": len(rows)} | median_and_worst({row["id"]: row["errors"][name] for row in rows})
     if name != OURS:
         return found | {"ours": median_and_worst({row["id"]: row["errors"][OURS] for row in rows})["median"]}
-    read = [inside for row in rows for inside in row["inside"].values()]
     found["within_goal"] = sum(abs(row["errors"][OURS]) <= GOALS[row["exact"]] for row in rows)
-    return found | ({"inside": [sum(read), len(read)]} if read else {})
+    read = [row for row in rows if row["inside"]]
+    if read:
+        found["inside"] = [sum(row["inside"]["inside"] for row in read), len(read)]
+        found["width"] = round(statistics.median(row["width"] for row in read), 2)
+    return found
 
 
 def median_and_worst(errors: dict[str, float]) -> dict[str, Any]:
     worst = max(errors, key=lambda name: abs(errors[name]))
     median = round(statistics.median(map(abs, errors.values())), 4)
-    return {"median": median, "worst": errors[worst], "worst_row": worst}
+    found = {"median": median, "worst": errors[worst], "worst_row": worst}
+    return found | {"lowest": min(errors.values()), "highest": max(errors.values())}
 
 
 def cached() -> dict[str, float]:

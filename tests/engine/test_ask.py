@@ -58,7 +58,7 @@ ADAPTERS = {
     "MISS": {"peft_type": "MISS", "r": 4},
     "orthogonal": {"init_lora_weights": "orthogonal"},
 }
-CHOSEN = {("LORA", "fsdp2"), ("OFT", "zero3"), ("MISS", "ddp"), ("orthogonal", "zero2")}
+CHOSEN = {("LORA", "fsdp2"), ("OFT", "zero3")}
 REFUSED = {("MISS", "zero3")}
 RUNS = {(name, strategy) for name in ADAPTERS for strategy in ("ddp", "zero2", "zero3", "fsdp2")} - REFUSED
 

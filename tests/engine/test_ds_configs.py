@@ -9,6 +9,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import cases
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, named, write_recipe
 from tests.helpers.two_ranks import set_by_launch
 from zero_recipes.checks.preflight import preflight, resolved_ds_config
@@ -47,9 +48,8 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
     assert '"auto"' not in json.dumps(shown)
     for key, value in shown.items():
         assert real[key] == value, key
-    if (
-        stage == 3
-    ):  # the parser of `check` gets it too, but for what needs a process group or accelerate's own optimizer
+    if stage == 3:
+        # the parser of `check` gets it too, but for what needs a process group or accelerate's own optimizer
         asked = _handed_over(run)
         assert asked.pop("steps_per_print") == float("inf") and real.pop("steps_per_print") in ("inf", float("inf"))
         own = {"train_batch_size": 12, "zero_allow_untested_optimizer": True}
@@ -80,7 +80,7 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAUNCHED)
+@pytest.mark.parametrize("name", ["zero3", "fsdp2", grid("single_gpu")])
 def test_accelerate_files_brought_along_run_with_what_the_launch_sets(one, two, tmp_path, name):
     text, strategy, processes = LAUNCHED[name]
     file, path = tmp_path / "a.yaml", write_recipe(tmp_path, save_model=True, save_strategy="steps", save_steps=2)
@@ -97,6 +97,21 @@ def test_accelerate_files_brought_along_run_with_what_the_launch_sets(one, two, 
 
 RECIPES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 NAMES = [name for name, recipe in RECIPES.items() if recipe.get("assistant_only_loss")]
+
+
+def recipes_of_conversations() -> list:
+    """In every run the first of each architecture, and the first LoRA in 4 bit; the others in the grid."""
+    found, kinds = [], set()
+    for name in NAMES:
+        recipe = RECIPES[name]
+        kind = known_models()[recipe["model_name_or_path"]]["config"]["model_type"]
+        if recipe.get("load_in_4bit"):
+            kind = "4 bit"
+        found.append(grid(name) if kind in kinds else name)
+        kinds.add(kind)
+    return found
+
+
 SMALL = {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
 QUICK = {"max_steps": 2, "max_length": 128, "global_batch_size": 2, "eval_strategy": "no", "save_strategy": "no"}
@@ -114,7 +129,7 @@ def rows(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", recipes_of_conversations())
 def test_a_recipe_trains_a_small_model_of_its_class(one, two, rows, tmp_path, name):
     recipe = RECIPES[name]
     if recipe.get("load_in_4bit"):

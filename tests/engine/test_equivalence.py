@@ -28,7 +28,8 @@ PLACES = [  # FSDP2 has nobody to share with in a world of one
 EXAMPLES = 16  # per optimizer step
 ROWS = 165  # an epoch ends with a step of 5 examples, in the middle of the run
 STEPS = 20
-PART_STEPS = 13  # over that end
+PART_ROWS = 85  # the same
+PART_STEPS = 8
 TOLERANCE = 1e-5
 # (strategy, world size, accumulation): each strategy but one and each accumulation in every run, four processes in the
 # grid; tests/engine/test_reshard.py and test_ulysses.py compare losses on four in every run
@@ -47,11 +48,11 @@ class Subject:
     losses: list[float]
 
 
-def write_subject(folder: Path, steps: int = STEPS) -> Path:
+def write_subject(folder: Path, steps: int = STEPS, rows: int = ROWS) -> Path:
     """A recipe in fp32 with uneven rows, completion-only loss, clipping, weight decay and a model with weights."""
     recipe = write_recipe(
         folder,
-        dataset_name=str(write_rows(folder / "uneven", count=ROWS, seed=SEED)),
+        dataset_name=str(write_rows(folder / "uneven", count=rows, seed=SEED)),
         random_weights=False,
         bf16=False,
         max_steps=steps,
@@ -68,9 +69,9 @@ def write_subject(folder: Path, steps: int = STEPS) -> Path:
     return recipe
 
 
-def reference_of(one, folder: Path, steps: int) -> Subject:
+def reference_of(one, folder: Path, steps: int, rows: int = ROWS) -> Subject:
     """Run the reference; `one` is a group of one process."""
-    recipe, kept = write_subject(folder, steps), folder / "reference"
+    recipe, kept = write_subject(folder, steps, rows), folder / "reference"
     argv = [str(recipe), "--output_dir", str(folder / "nothing")]
     found = one.run(equivalence_cases.train_plainly, argv=argv, folder=str(kept))[0]
     return Subject(recipe, load_file(kept / "model.safetensors"), **found)
@@ -113,7 +114,7 @@ def distance(subject: Subject, losses: list[float], folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def subject(one, tmp_path_factory):
-    return reference_of(one, tmp_path_factory.mktemp("subject"), PART_STEPS)
+    return reference_of(one, tmp_path_factory.mktemp("subject"), PART_STEPS, PART_ROWS)
 
 
 def assert_equal(found: dict) -> None:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import cases, ending_cases
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, settings_with, write_recipe
 from tests.helpers.tools import contents, refusal_of
 from zero_recipes import model as models
@@ -38,7 +39,7 @@ def with_tensors(recipe: Path, folder: Path, strategy: str, **tensors: torch.Ten
     return arguments(recipe, strategy, folder / "out", "--model_name_or_path", str(copy), "--overwrite", "true")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])  # the two ways of transformers to load
+@pytest.mark.parametrize("strategy", [grid("ddp"), "zero3"])  # the two ways of transformers to load
 def test_other_tensors_are_refused_by_name_unless_the_recipe_allows_them(two, recipe, tmp_path, strategy):
     query, out = load_file(recipe.parent / "model" / NAME)[QUERY], tmp_path / "out"
     shorter = with_tensors(recipe, tmp_path, strategy, **{QUERY: query[:-3].clone()})

@@ -76,12 +76,12 @@ OWNERS = {"use_multi_rank_bucket_allreduce": False}
     ("stage", "accumulation", "zero", "wanted"),
     [
         (0, 2, {}, 2),
-        (1, 2, {}, 2 + 1),
+        grid(1, 2, {}, 2 + 1),
         (1, 1, OWNERS, 1 + 1),
         (2, 2, {}, 2 * 2 + 1),
         grid(2, 2, OWNERS, 2 * 1 + 1),
         (3, 2, NEVER_KEPT, 2 * (2 + 1)),  # after the first step, in which it learns
-        (3, 2, {"stage3_param_persistence_threshold": 0}, 2 * (1 + 1)),
+        grid(3, 2, {"stage3_param_persistence_threshold": 0}, 2 * (1 + 1)),
     ],
 )
 def test_each_step_sends_what_the_source_says(two, tmp_path, stage, accumulation, zero, wanted):

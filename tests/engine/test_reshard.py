@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import cases, checkpoint_cases
-from tests.helpers.seeded import SEED, count, draw, write_result
+from tests.helpers.seeded import SEED, count, draw, grid, write_result
 from tests.helpers.tiny import ROOT, write_recipe, write_rows
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.reshard import reshard
@@ -94,14 +94,14 @@ def runs(request, tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "source", "target"),
     [
-        ("fp32", ("zero3", 2), ("zero2", 2)),
-        ("fp32", ("zero1", 2), ("zero3", 1)),
+        grid("fp32", ("zero3", 2), ("zero2", 2)),
+        grid("fp32", ("zero1", 2), ("zero3", 1)),
         ("fp32", ("zero2", 4), ("zero3", 2)),
         ("fp32", ("zero2_offload", 2), ("zero3", 1)),  # DeepSpeedCPUAdam counts its steps with an integer
         ("the last batch of an epoch is not full", ("zero2", 2), ("zero3", 1)),
         ("bf16", ("zero3", 2), ("zero2", 2)),
         ("bf16 states", ("zero2_bf16_states", 2), ("zero3_bf16_states", 1)),
-        ("bf16 states", ("zero3_bf16_states", 2), ("zero2_bf16_states", 2)),
+        grid("bf16 states", ("zero3_bf16_states", 2), ("zero2_bf16_states", 2)),
         ("lora", ("zero2", 2), ("zero3", 1)),
     ],
     ids=lambda value: value if isinstance(value, str) else "{}-world{}".format(*value),

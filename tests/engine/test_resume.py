@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import cases, ending_cases
 from tests.helpers.resuming import EXACT, KINDS, LORA, SAVED_AT, STEPS, Shape, compare, drawn, gaps_of, resume_recipe
-from tests.helpers.seeded import count, write_result
+from tests.helpers.seeded import count, grid, write_result
 from tests.helpers.tiny import arguments, write_rows
 from tests.helpers.tools import flip
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
@@ -23,13 +23,13 @@ SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
 @pytest.mark.parametrize(
     ("strategy", "bf16", "keys"),
     [
-        ("ddp", True, LORA | PLUS),
+        grid("ddp", True, LORA | PLUS),
         ("zero2", True, LORA | PLUS),
         ("zero3", False, {}),
-        ("zero2_bf16_states", True, {}),
+        grid("zero2_bf16_states", True, {}),
         ("zero3_bf16_states", True, {}),
         ("zero3", True, LORA | PLUS),
-        ("zero3_offload", True, LORA | PLUS),
+        grid("zero3_offload", True, LORA | PLUS),
         ("fsdp2", False, LORA | PLUS),
     ],
 )
@@ -40,7 +40,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strat
 @pytest.mark.parametrize(  # every kind: test_shapes_that_nobody_has_chosen
     "shape",
     [
-        Shape("random", rows=27, micro=2, accumulation=2, killed=6, steps=9),  # inside the second epoch, over its end
+        # inside the second epoch, over its end
+        grid(Shape("random", rows=27, micro=2, accumulation=2, killed=6, steps=9)),
         Shape("lengths", rows=27, micro=2, accumulation=2, killed=9, steps=12),  # in the third epoch
         Shape("rebalance", rows=51, micro=2, accumulation=4, killed=6, steps=9, strategy="zero2"),
         Shape("packed stream", rows=21, micro=2, accumulation=2, killed=7, steps=9, strategy="zero2"),

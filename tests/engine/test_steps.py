@@ -91,7 +91,7 @@ def test_the_log_is_that_of_trls_own_compute_loss(two, tmp_path, strategy, keys)
     assert counted[1] == counted[2] and (counted[0] == counted[1]) == by_trl, "without repeated rows"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "zero3_offload", "fsdp2"])
+@pytest.mark.parametrize("strategy", [*map(grid, ("ddp", "zero2", "zero3_offload")), "zero3", "fsdp2"])
 def test_loraplus_has_a_learning_rate_for_each_kind_of_tensor(two, tmp_path, strategy):
     """Adam's second step moves the farthest number by 0.74 (no gradient in the first) to 1 of its learning rate."""
     keys = {"use_peft": True, "lora_target_modules": ["dense", "embed_in"], "lora_dropout": 0.0, "max_steps": 2}

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from pathlib import Path
 
 from zero_recipes.core.process import imported_for_good
 from zero_recipes.engine.warnings import quieten
@@ -10,6 +11,8 @@ quieten()
 # collecting after a case need not go through what is imported, which takes half a second
 with imported_for_good():
     import cpuinfo
+    import jinja2
+    from matplotlib.figure import Figure
 
     from tests.helpers.worker import remember
 
@@ -28,3 +31,7 @@ with imported_for_good():
     # DeepSpeed asks twice for each kernel that it loads, which takes a second each time: once for all ranks
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     cpuinfo.get_cpu_info()
+    # a run's README.md is a third of its time on rank 0: one compiled template, and no picture of losses, which tests
+    # of cards and reports draw in pytest's own process, and real launches as they are
+    jinja2.Template = functools.cache(jinja2.Template)
+    Figure.savefig = lambda _, path, **__: Path(path).write_bytes(b"")

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -172,18 +173,43 @@ def on_each(namespaces: list[str], commands: list[list[str]]) -> list[tuple[int,
         return list(threads.map(run, namespaces, commands))
 
 
-@pytest.mark.launch
-def test_two_hosts_equal_one(namespaces, two, tmp_path):
-    """The same command on each: they meet, and accelerate launches."""
+@pytest.fixture
+def one_host(two, tmp_path):
+    """(a recipe, its losses under stage 3 on one host)."""
     recipe = write_recipe(tmp_path, bf16=False)
-    losses = two.run(cases.train, argv=arguments(recipe, "zero3", tmp_path / "one"))[0]["metrics"]["loss_history"]
+    metrics = two.run(cases.train, argv=arguments(recipe, "zero3", tmp_path / "one"))[0]["metrics"]
+    return recipe, metrics["loss_history"]
+
+
+def assert_equal_on_two_hosts(out: Path, losses: list[float]) -> None:
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert (metrics["strategy"], metrics["world_size"], metrics["status"]) == ("zero3", 2, "ok")
+    assert metrics["loss_history"] == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.launch
+def test_a_rank_on_each_of_two_hosts_trains_as_two_on_one(namespaces, one_host, tmp_path):
+    recipe, losses = one_host
+    argv = arguments(recipe, "zero3", tmp_path / "out")
+    environments = {}
+    for rank, name in enumerate(namespaces):
+        environments[rank] = {"NETWORK": name, "GLOO_SOCKET_IFNAME": name, "MASTER_ADDR": HOSTS[0]}
+        environments[rank] |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+    ended = ranks("run_sft.py", {0: argv, 1: argv}, 2, tmp_path, environments)
+    assert [rank.returncode for rank in ended] == [0, 0], ended
+    assert_equal_on_two_hosts(tmp_path / "out", losses)
+
+
+@pytest.mark.grid
+@pytest.mark.launch
+def test_two_hosts_equal_one(namespaces, one_host, tmp_path):
+    """The same command on each: they meet, and accelerate launches."""
+    recipe, losses = one_host
     command = ["zero_recipes.tools.main", "train", str(recipe), "--config_file", "zero3.yaml", "--num_processes", "2"]
     command += ["--hosts", ",".join(HOSTS), "--output_dir", str(tmp_path / "out"), "--machine_rank"]
     ended = on_each(namespaces, [[*command, machine] for machine in ("0", "1")])
     assert [code for code, _ in ended] == [0, 0], "\n".join(text[-2000:] for _, text in ended)
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert (metrics["strategy"], metrics["world_size"], metrics["status"]) == ("zero3", 2, "ok")
-    assert metrics["loss_history"] == pytest.approx(losses, rel=1e-6)
+    assert_equal_on_two_hosts(tmp_path / "out", losses)
 
 
 @pytest.mark.private

@@ -49,6 +49,7 @@ def assert_same(found: dict, wanted: dict) -> None:
         assert found[key] == wanted[key]
 
 
+@pytest.mark.grid  # the same variables as of accelerate, whose launcher it is
 def test_torchrun_with_the_recipes_ds_config(two, tmp_path):
     """As the line that is written everywhere."""
     more = [*small_job(tmp_path), *NOTHING_BESIDE]

@@ -10,11 +10,13 @@ from transformers import AutoConfig
 
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, settings_with, write_model, write_recipe, write_rows
+from tests.helpers.two_ranks import run_forked
 from zero_recipes.checkpoint.save import write_manifest
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.failure import not_begun
 from zero_recipes.metrics.schema import Failure
 from zero_recipes.tools import main as cli
+from zero_recipes.tools import sweep
 from zero_recipes.tools.plan.job import known_models
 from zero_recipes.tools.rehearse import command, one_gpu, phases, small
 
@@ -22,8 +24,15 @@ RUNS = ("longest", "whole", "killed", "resumed", "fewer")
 LORA = {"use_peft": True, "lora_target_modules": ["all-linear"]}
 
 
-def rehearse(recipe: Path, strategy: str, capsys) -> tuple[int, str]:
-    """(exit code, the table and what is below it)."""
+def rehearse(recipe: Path, strategy: str, monkeypatch, capsys) -> tuple[int, str]:
+    """(exit code, the table and what is below it). Only what is killed has a launcher."""
+    launched = sweep.run_logged
+
+    def run(command: list[str], folder: Path, *more) -> tuple[int, str]:
+        return (launched if folder.name == "killed" else run_forked)(command, folder, *more)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sweep, "run_logged", run)
     argv = ["rehearse", str(recipe), "--gpus", "2", "--config_file", f"{strategy}.yaml"]
     code = cli.main([*argv, "--output_dir", str(recipe.parent / "rehearsal")])
     return code, capsys.readouterr().out.partition("Phase ")[2]
@@ -45,8 +54,7 @@ def rehearse(recipe: Path, strategy: str, capsys) -> tuple[int, str]:
     ],
 )
 def test_a_job_without_fault(tmp_path, monkeypatch, capsys, strategy, keys):
-    monkeypatch.chdir(ROOT)
-    code, said = rehearse(write_recipe(tmp_path, **keys), strategy, capsys)
+    code, said = rehearse(write_recipe(tmp_path, **keys), strategy, monkeypatch, capsys)
     assert code == 0 and "failed" not in said, said
     assert "equal bit for bit" in said and "not reached" not in said
     resumed = json.loads((tmp_path / "rehearsal" / "resumed" / "metrics.json").read_text())
@@ -89,6 +97,10 @@ def own_model(folder: Path, code: str) -> dict:
     return {"model_name_or_path": str(model), "trust_remote_code": True}
 
 
+def dies_in_training(folder: Path) -> dict:
+    return own_model(folder, in_each_call("if self.calls == 3:\n                raise KeyError('experts')"))
+
+
 def fails_in_generate(folder: Path) -> dict:
     code = "    def prepare_inputs_for_generation(self, *_, **__):\n        raise KeyError('cache')\n"
     return own_model(folder, code) | {"sample_prompts": ["Say red."]}
@@ -107,15 +119,22 @@ def leaves_a_tensor_out(folder: Path) -> dict:
 
 def counts_its_calls(folder: Path) -> dict:
     """What training depends on is in no checkpoint."""
-    code = (
-        "    calls = 0\n"
-        "    def forward(self, *arguments, **more):\n"
-        "        if self.training:\n"
+    return own_model(folder, in_each_call("module.final_layer_norm.bias.data.add_(0.01 * self.calls)"))
+
+
+def in_each_call(statement: str) -> str:
+    """Code of a model which does this in each forward pass of its training; TRL replaces the model's own forward."""
+    return (
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        self.calls = 0\n"
+        "        self.gpt_neox.register_forward_pre_hook(self.count)\n"
+        "        self.post_init()\n"
+        "    def count(self, module, *_):\n"
+        "        if module.training:\n"
         "            self.calls += 1\n"
-        "            self.gpt_neox.final_layer_norm.bias.data.add_(0.01 * self.calls)\n"
-        "        return super().forward(*arguments, **more)\n"
+        f"            {statement}\n"
     )
-    return own_model(folder, code)
 
 
 @pytest.mark.launch
@@ -125,14 +144,14 @@ def counts_its_calls(folder: Path) -> dict:
     [
         grid(unrenderable_row, "rows", "no tools"),
         grid(evaluation_without_answers, "rows", "ZR513"),
+        grid(dies_in_training, "training", "experts"),
         grid(fails_in_generate, "samples", "model_kwargs"),
         grid(leaves_a_tensor_out, "checkpoints, model", "dense_h_to_4h"),
         grid(counts_its_calls, "resume", "losses"),
     ],
 )
 def test_a_planted_fault_is_found(tmp_path, monkeypatch, capsys, plant, phase, words):
-    monkeypatch.chdir(ROOT)
-    code, said = rehearse(write_recipe(tmp_path, **plant(tmp_path)), "ddp", capsys)
+    code, said = rehearse(write_recipe(tmp_path, **plant(tmp_path)), "ddp", monkeypatch, capsys)
     table, _, found = said.partition("rehearsed in")
     failed = [line for line in table.splitlines() if " failed " in line]
     assert code in (1, 2) and len(failed) == 1 and failed[0].startswith(phase), said

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -13,6 +11,7 @@ import yaml
 
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, write_recipe
+from tests.helpers.two_ranks import run_forked, start_tool
 from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.schema import Metrics
 from zero_recipes.tools import main as cli
@@ -22,6 +21,7 @@ from zero_recipes.tools.report import read
 
 def test_one_value_runs_and_the_other_is_a_row(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sweep, "run_logged", run_forked)
     argv = ["sweep", str(write_recipe(tmp_path, max_steps=4)), "--strategies", "zero2", "--output_dir"]
     argv += [str(tmp_path / "out"), "--set", "warmup_steps=-1,1", "--set", "max_length=64"]
     assert cli.main(argv) == 0
@@ -39,7 +39,9 @@ def test_one_value_runs_and_the_other_is_a_row(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.launch
-def test_out_of_memory_on_rank_1(tmp_path, monkeypatch):
+@pytest.mark.parametrize("run", [run_forked, grid(sweep.run_logged)])
+def test_out_of_memory_on_rank_1(tmp_path, monkeypatch, run):
+    monkeypatch.setattr(sweep, "run_logged", run)
     monkeypatch.setenv("KILL", "memory:1:3")
     monkeypatch.setenv("MASTER_PORT", "1")  # of another launcher, in whose shell this one is typed
     monkeypatch.setenv("RANK", "7")
@@ -69,18 +71,19 @@ def test_a_sweep_that_is_stopped_leaves_no_process(tmp_path, verb):
     (tmp_path / "run_sft.py").write_text(WAITING)
     os.mkfifo(tmp_path / "ranks")
     keys = {"max_length": 64, "per_device_train_batch_size": 1}  # `tune` has few candidates to plan
-    command = [sys.executable, "-m", "zero_recipes.tools.main", verb, write_recipe(tmp_path, **keys)]
-    command += ["--strategies", "ddp"]
-    running = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    argv = [verb, str(write_recipe(tmp_path, **keys)), "--strategies", "ddp"]
+    running = start_tool(argv, tmp_path)
     with os.fdopen(os.open(tmp_path / "ranks", os.O_RDWR)) as ranks:
         started = [psutil.Process(int(ranks.readline())) for _ in range(2)]
     running.terminate()
-    assert running.wait(timeout=60) == 128 + signal.SIGTERM
+    running.join(60)
+    assert running.exitcode == 128 + signal.SIGTERM
     assert psutil.wait_procs(started, timeout=10)[1] == []
 
 
 def test_what_runs_is_measured_and_written_and_what_does_not_is_a_row(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sweep, "run_logged", run_forked)
     monkeypatch.setattr(tune, "FIRST_SECONDS", 0.0)
     keys = {"max_length": 64, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}  # one split, no packs
     recipe = write_recipe(tmp_path, save_model=True, eval_strategy="steps", eval_steps=1, sample_prompts=2, **keys)

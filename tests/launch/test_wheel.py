@@ -14,8 +14,8 @@ import setuptools
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("zero_recipes", "recipes", "ds_configs", "accelerate_configs", "tiny_world")
-# of a recipe of one's own: a model and rows that the package brings, a ds_config by its name alone
-MINE = {"model_name_or_path": "tiny_world/base", "dataset_name": "tiny_world", "dataset_format": "alpaca"}
+# of a recipe of one's own: a fetched model, rows that the package brings, a ds_config by its name alone
+MINE = {"model_name_or_path": "someone/fetched", "dataset_name": "tiny_world", "dataset_format": "alpaca"}
 MINE |= {"max_steps": 2}
 MINE |= {"deepspeed": "zero2.json", "bf16": True, "max_length": 128, "report_to": "none", "save_strategy": "no"}
 
@@ -44,18 +44,23 @@ def installed(tmp_path_factory) -> Path:
 def ran(installed: Path, folder: Path, *words: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": f"{installed}:{os.environ['PATH']}"}
+    environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(["zero-recipes", *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.launch
-def test_two_steps_under_zero2_from_an_empty_folder(installed, tmp_path):
+def test_two_steps_of_a_fetched_model_under_zero2_from_an_empty_folder(installed, tmp_path):
+    cached = tmp_path / "home" / "hub" / "models--someone--fetched"  # as huggingface_hub leaves it after a download
+    shutil.copytree(ROOT / "tiny_world" / "base", cached / "snapshots" / "abc123")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc123")
     (tmp_path / "mine.yaml").write_text(json.dumps(MINE))
     more = ("--config_file", "zero2.yaml", "--num_processes", "2", "--sample_prompts", "0")
     ended = ran(installed, tmp_path, "train", "mine.yaml", *more)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
     metrics = json.loads((tmp_path / "output" / "mine" / "metrics.json").read_text())
     assert (metrics["strategy"], metrics["world_size"], len(metrics["loss_history"])) == ("zero2", 2, 2)
-    assert metrics["model"].startswith(str(installed.parent)), "the model of the package"
+    assert metrics["model"] == "someone/fetched"
 
     assert "next: zero-recipes ask output/mine" in ended.stdout
 

@@ -202,7 +202,7 @@ def test_the_page_fetches_nothing_and_escapes_what_models_and_people_wrote(repor
 def test_the_page_has_samples_failures_and_the_full_run(report):
     _, page, _ = report
     heads = re.findall(r"<h2>([^<]+)</h2>", page)
-    assert heads == ["Pictures", "Judgement", "Runs that did not finish", "Comparison", "Full run", "Before and after"]
+    assert heads == ["Before and after", "Pictures", "Judgement", "Runs that did not finish", "Comparison", "Full run"]
     assert "15 prompts; the first 12 are shown" in page
     assert re.search(r"token_f1</td><td class=\"number\">0.100</td><td class=\"number\">0.500", page)
     assert re.search(r"<td class=\"number\">4</td><td class=\"number\">1.5000</td>", page)
@@ -214,15 +214,23 @@ def test_the_report_begins_with_what_it_comes_to(report, tmp_path):
     folder, page, printed = report
     content = json.loads((folder / "report.json").read_text())
     line = content["bottom_line"]
-    assert line.startswith("Take zero2 (970 tokens/s): it is as fast as zero0 and zero1 within 5 %, and none ")
+    assert line.startswith("Take zero2 (970 tokens/s): it is as fast as zero1 and zero0 within 5 %, and none ")
     assert line.endswith("Not finished: ddp (oom).")
     assert "Losses agree: no. The loss is not finite" in line
-    assert " ".join(printed.split()).startswith(line) and page.index("within 5 %") < page.index("<h2>Pictures")
+    assert "formula): zero1 3.00Φ (2.00Φ), zero2 3.00Φ (2.00Φ), zero2_off" in line, "zero0 and zero3 are as it says"
+    shown = " ".join(printed.split()).replace(" - ", " ")
+    assert shown.startswith(f"- {line}") and page.index("within 5 %") < page.index("<h2>Pictures")
     speeds = {name: {"tokens_per_second": {"non_padding": rate}} for name, rate in (("zero1", 800.0), ("zero2", 700.0))}
-    assert bottom_line(sweep(tmp_path, speeds)).startswith("Take ddp (1,000 tokens/s): it is as fast as zero0 with")
+    runs = sweep(tmp_path, speeds)
+    assert bottom_line(runs)[0].startswith("Take ddp (1,000 tokens/s): it is as fast as zero0 within 5 %")
     speeds["zero0"] = {"tokens_per_second": {"non_padding": 940.0}}
-    line = bottom_line(sweep(tmp_path, speeds))
-    assert line.startswith("Take ddp (1,000 tokens/s): it fits and is the fastest.")
+    runs = sweep(tmp_path, speeds)
+    assert bottom_line(runs)[0].startswith("Take ddp (1,000 tokens/s): it fits and is the fastest.")
+
+
+def test_no_strategy_is_advised_by_the_speed_of_cpus(tmp_path):
+    advice = bottom_line(sweep(tmp_path, make=on_cpu))[0]
+    assert advice.startswith("Smallest model states: zero3, 8.00 MB. CPU processes say nothing about")
 
 
 def test_the_json_is_strict_and_has_the_numbers_unrounded(report):
@@ -240,8 +248,8 @@ def test_a_cpu_page_says_so_and_one_run_alone_has_no_bars(report, tmp_path):
     assert "CPU processes" not in report[1]
     save(tmp_path / "mine", on_cpu("zero2"))
     page, printed = written(tmp_path)
-    assert "They ran on CPU processes" in page and "CPU processes, no GPU" in page
-    assert "They ran on CPU processes" in " ".join(printed.split())
+    assert "CPU processes say nothing" in page and "CPU processes, no GPU" in page
+    assert "CPU processes say nothing" in " ".join(printed.split())
     assert not [*tmp_path.glob("*.png")]
     assert ">Run mine<" in page and "<h2>Comparison" not in page
 

@@ -166,6 +166,13 @@ def told_where_rows_begin() -> set[str]:
     return {*kinds["apart"]} - {*kinds["not_told"]}
 
 
+def packs_without_mask(settings: Settings, precision: str, kind: str | None) -> bool:
+    """On CUDA, from Ampere on. `kind`: the model's type."""
+    if precision == "fp32" or settings.torch_compile:
+        return False
+    return settings.attn_implementation in ("sdpa", None) and kind in told_where_rows_begin()
+
+
 def packing(run: Run) -> Iterator[Finding]:
     """Whether rows that share one sequence see each other, and what that costs."""
     settings = run.settings
@@ -186,9 +193,9 @@ def packing(run: Run) -> Iterator[Finding]:
         yield finding("ZR460", key=key, kind=kind)
     rows = settings.per_device_train_batch_size
     tokens = rows * (settings.max_length or 0)
-    has_kernel = run.precision != "fp32" and not settings.torch_compile and kind in told_where_rows_begin()
-    masked = ("eager",) if has_kernel else ("eager", "sdpa", None)
-    if settings.attn_implementation in masked and rows > 1 and tokens >= QUADRATIC:
+    masked = settings.attn_implementation in ("eager", "sdpa", None)
+    masked = masked and not packs_without_mask(settings, run.precision, kind)
+    if masked and rows > 1 and tokens >= QUADRATIC:
         yield finding("ZR464", key=key, rows=rows, tokens=tokens)
 
 

@@ -84,7 +84,7 @@ class Run:
 
 
 def choose_device(use_cpu: bool) -> str:
-    """ "cpu" or "cuda"."""
+    """ "cpu" or "cuda". DeepSpeed, which is imported later, would choose by the packages that are installed."""
     import torch
 
     if use_cpu or not torch.cuda.is_available():

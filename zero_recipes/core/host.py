@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from zero_recipes.core.files import load_yaml
 from zero_recipes.core.findings import library_error_as_finding, refusal
 
 CAP_IPC_LOCK = 14  # linux/capability.h
@@ -279,7 +279,7 @@ def gpus(extra: Path | None = None) -> dict[str, Gpu]:
     known = {}
     for path in paths:
         with library_error_as_finding(f"reading {path}"):
-            for key, row in yaml.safe_load(path.read_text()).items():
+            for key, row in load_yaml(path.read_text()).items():
                 name = str(key).lower()
                 known[name] = Gpu.model_validate({"name": name} | row)
     return known

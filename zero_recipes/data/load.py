@@ -144,8 +144,9 @@ def _csv_options(source: dict[str, Any]) -> dict[str, Any]:
 
     Refuses records that have more fields: pandas makes an index of the first ones, and every column moves.
     """
-    if not os.path.exists(str(source["path"])) and source["path"] not in packaged_formats():
-        return {}  # of the hub, which would be asked twice
+    path = str(source["path"])
+    if path not in packaged_formats() and not any(Path(path).rglob("*.[ct]sv*")):
+        return {}  # also of the hub, which would be asked twice
     files = [file for file in _local_files([source]) if file.removesuffix(".gz").endswith((".csv", ".tsv"))]
     if not files:
         return {}
@@ -153,7 +154,7 @@ def _csv_options(source: dict[str, Any]) -> dict[str, Any]:
         header = lines.readline()
     separator = max(SEPARATORS, key=header.count)
     head = pandas.read_csv(files[0], nrows=1, dtype=str, sep=separator)
-    if head.empty:
+    if head.empty and len(files) == 1:
         raise _no_rows(f"{files[0]}, which has a header alone,")
     if not isinstance(head.index, pandas.RangeIndex):
         raise _unknown_columns(files[0], head.columns, "as many fields in a record as the CSV header has")

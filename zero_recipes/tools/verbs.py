@@ -15,7 +15,6 @@ from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
 
 IMPORTING = "importing the libraries"
-GGUF = ("f16", "bf16", "q8_0")
 
 
 def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:

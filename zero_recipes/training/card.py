@@ -18,7 +18,7 @@ from huggingface_hub.repocard import metadata_load
 
 from zero_recipes.checkpoint.save import ADAPTER, CHECKSUMS, saved_files
 from zero_recipes.core import units
-from zero_recipes.core.files import strict_json, write_text
+from zero_recipes.core.files import load_yaml, strict_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
 from zero_recipes.data.load import on_hub
 from zero_recipes.metrics import read_runs, schema
@@ -87,7 +87,7 @@ def _recipe(folder: Path) -> dict[str, Any]:
     path = folder / RECIPE
     if not path.is_file():
         return {}
-    return yaml.safe_load(path.read_text())
+    return load_yaml(path.read_text())
 
 
 def _data(recipe: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from zero_recipes.core import units
+from zero_recipes.core import units, zero_paper
 from zero_recipes.core.tables import Row
 from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.tools.report import read
@@ -19,7 +19,7 @@ LOSS_16_BIT = 2e-2  # one step's rounding; tests hold short runs of the stages t
 # fields of metrics.json
 SAME_RUN = ("model", "parameters", "trainable_parameters", "world_size", "device", "precision")
 SAME_RUN += ("micro_batch_size", "gradient_accumulation_steps", "max_length")
-ON_CPU = "They ran on CPU processes, which says little about GPUs."
+ON_CPU = "CPU processes say nothing about the speed of GPUs. zero-recipes plan compares that."
 
 
 class Judgement(NamedTuple):
@@ -40,41 +40,52 @@ def judge_runs(runs: Runs) -> list[Judgement]:
     return [Judgement(verdict=verdict, measured=why, **wording[name]) for name, (verdict, why) in answers.items()]
 
 
-def bottom_line(runs: Runs) -> str:
-    """The recommendation, whether losses agree, and what did not finish."""
+def bottom_line(runs: Runs) -> list[str]:
+    """The recommendation, whether losses agree, unexpected volumes, and what did not finish."""
     compared = read.comparison(runs) or runs
     rows = read.table_rows(compared)
-    sentences = _recommendation(rows)
+    texts = _recommendation(rows)
     verdict, measured = _losses_equal(compared)
     if verdict != "cannot tell":
         why = measured.split(". ")[0].removesuffix(".")
-        sentences.append(f"Losses agree: {verdict}. {why}.")
+        texts.append(f"Losses agree: {verdict}. {why}.")
+    texts += _volumes(rows)
     unfinished = [f"{row['label']} ({row['status']})" for row in rows if row["status"] != "ok"]
     if unfinished:
-        sentences.append(f"Not finished: {', '.join(unfinished)}.")
-    return " ".join(sentences)
+        texts.append(f"Not finished: {', '.join(unfinished)}.")
+    return texts
 
 
 def _recommendation(rows: Sequence[Row]) -> list[str]:
-    """The fastest run; of those that are as fast, the one with the smallest model states."""
+    """The fastest run; of those that are as fast, and of all on CPUs, the one with the smallest model states."""
     timed = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
     if not timed:
         return []
+    timed.sort(key=lambda row: row["state_bytes"] or math.inf)
+    if timed[0]["device"] == "cpu":
+        return [f"Smallest model states: {timed[0]['label']}, {units.size(timed[0]['state_bytes'])}. {ON_CPU}"]
     fastest = max(row["tokens_per_second"] for row in timed)
-    tied = [row for row in timed if row["tokens_per_second"] >= (1 - EQUAL_SPEED) * fastest]
-    chosen = min(tied, key=lambda row: row["state_bytes"] or math.inf)
-    others = " and ".join(row["label"] for row in tied if row is not chosen)
+    chosen, *others = (row for row in timed if row["tokens_per_second"] >= (1 - EQUAL_SPEED) * fastest)
     speed = f"{units.count(chosen['tokens_per_second'])} tokens/s"
     if len(timed) == 1:
-        sentences = [f"{chosen['label']} reached {speed}."]
-    elif others:
-        why = f"it is as fast as {others} within 5 %, and none of them needs less memory"
-        sentences = [f"Take {chosen['label']} ({speed}): {why}."]
-    else:
-        sentences = [f"Take {chosen['label']} ({speed}): it fits and is the fastest."]
-    if chosen["device"] == "cpu":
-        sentences.append(ON_CPU)
-    return sentences
+        return [f"{chosen['label']} reached {speed}."]
+    why = "it fits and is the fastest"
+    if others:
+        named = " and ".join(row["label"] for row in others)
+        why = f"it is as fast as {named} within 5 %, and none of them needs less memory"
+    return [f"Take {chosen['label']} ({speed}): {why}."]
+
+
+def _volumes(rows: Sequence[Row]) -> list[str]:
+    """Volumes that a paper's formula does not give."""
+    unlike = []
+    for row in rows:
+        sent = units.fixed(row["communication_in_phi"], 2)
+        paper = units.fixed(row["paper_in_phi"], 2)
+        # ZeRO++'s paper counts what crosses between nodes
+        if sent and paper not in ("", sent) and row["strategy"] not in zero_paper.PLUS_PLUS:
+            unlike.append(f"{row['label']} {sent}Φ ({paper}Φ)")
+    return unlike and [f"Sent per step (in brackets: by the paper's formula): {', '.join(unlike)}."]
 
 
 def sampled_run(runs: Runs) -> MeasuredRun | None:
@@ -101,7 +112,7 @@ def _alike(runs: Runs) -> Answer:
     measured = f"{len(runs)} rows with the same settings."
     if differing:
         measured = f"The rows differ in {'; '.join(differing)}."
-    return _yes(not differing), f"{measured} Each ran once."
+    return "no" if differing else "yes", f"{measured} Each ran once."
 
 
 def _written(value: float | str) -> str:
@@ -138,7 +149,7 @@ def _losses_equal(runs: Runs) -> Answer:
         measured += f" Master weights of {', '.join(rounded)} began rounded to 16 bits."
     if max(map(len, losses.values())) > len(steps):
         measured += f" Only steps {steps[0]} to {steps[-1]} are compared; some strategies have other steps, too."
-    return _yes(gap <= limit), measured
+    return "yes" if gap <= limit else "no", measured
 
 
 def _largest_gap(losses: Mapping[str, Mapping[int, float]], steps: Sequence[int]) -> tuple[float, str]:
@@ -149,14 +160,9 @@ def _largest_gap(losses: Mapping[str, Mapping[int, float]], steps: Sequence[int]
         at_step = {label: history[step] for label, history in losses.items()}
         low = min(at_step, key=at_step.get)
         high = max(at_step, key=at_step.get)
-        if at_step[low] == at_step[high]:
-            continue
-        gap = (at_step[high] - at_step[low]) / max(abs(at_step[low]), abs(at_step[high]))
+        larger = max(abs(at_step[low]), abs(at_step[high])) or 1
+        gap = (at_step[high] - at_step[low]) / larger
         if gap > largest:
             largest = gap
             where = f"at step {step} between {low} and {high}"
     return largest, where
-
-
-def _yes(holds: bool) -> Verdict:
-    return "yes" if holds else "no"

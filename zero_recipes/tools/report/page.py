@@ -21,8 +21,6 @@ from zero_recipes.tools.report import plots, read
 from zero_recipes.tools.report.judge import Judgement, bottom_line, judge_runs, sampled_run
 from zero_recipes.tools.report.read import Runs
 
-VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
-
 
 def write_report(folder: Path, console: Console | None = None) -> Path:
     """Write report.html, report.json and the pictures into `folder`, and print the tables.
@@ -41,7 +39,7 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
         "schema": 1,
         "baseline": reference and reference.label,
         "rows": read.table_rows(runs),
-        "bottom_line": bottom_line(runs),
+        "bottom_line": " ".join(bottom_line(runs)),
         "judgements": [judgement._asdict() for judgement in judgements],
     }
     write_json(folder / "report.json", content)
@@ -52,16 +50,15 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
 
 
 def _print(runs: Runs, judgements: Sequence[Judgement], console: Console) -> None:
-    console.print(plain(bottom_line(runs), style="bold"))
+    for line in bottom_line(runs):
+        console.print(plain(f"- {line}", style="bold"))
     for table in read.tables(runs):
         console.print(plain(f"\n{table.title}", style="bold"))
         print_columns(table.named, table.measured, table.rows, console)
     for line in read.notes(runs):
         console.print(plain(line, style="dim"))
     for judgement in judgements:
-        console.print()
-        verdict = plain(judgement.verdict, VERDICT_STYLE[judgement.verdict])
-        console.print(verdict, judgement.question, sep="  ")
+        console.print(plain(f"\n{judgement.question} {judgement.verdict}", style="bold"))
         console.print(plain(judgement.measured))
     for run in runs:
         if run.status != "ok":

@@ -1,7 +1,6 @@
 """The report's pictures, without pyplot, which touches global state."""
 
 from collections.abc import Iterable
-from itertools import cycle
 from pathlib import Path
 
 import matplotlib
@@ -16,15 +15,15 @@ from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.tools.report import read
 from zero_recipes.tools.report.read import Runs
 
-INCHES = (8.0, 4.8)
+INCHES = (9.6, 4.6)
 DPI = 150
 PEAK_SHIFT = 0.21  # from the middle, in which stack and peak stand side by side
 INK = "#24292f"
 PALE = "#57606a"
 ALARM = "#b3261e"
 STYLE = Path(__file__).with_name("style.mplstyle")
+# others take the next colour of the style
 STRATEGIES = {"ddp": "#7a7a7a", "zero0": "#cc4b58", "zero1": "#e0a030", "zero2": "#2a9d8f", "zero3": "#33608c"}
-OTHERS = ("#8e5ea2", "#a0642e", "#7fa653", "#c77cb0", "#4f4f87")
 # parts of a stack, from the bottom to the top: colour and name
 STATES = {
     "params": ("#4477aa", "params"),
@@ -90,7 +89,7 @@ def _draw_states(figure: Figure, runs: Runs) -> None:
     axes.set_xticks(range(len(names)), names, fontsize=10 if len(names) <= 6 else 9)
     axes.set_xlim(-0.6, max(len(names), 4) - 0.4)  # two bars alone would look like walls
     axes.tick_params(axis="x", length=0)
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(loc="outside lower center", ncols=4)
 
 
 def _sizes(values: Iterable[float | None]) -> numpy.ndarray:
@@ -107,19 +106,14 @@ def _draw_losses(figure: Figure, runs: Runs) -> None:
     axes = _titled_axes(figure, "Training loss", runs)
     axes.set(xlabel="optimizer step", ylabel="loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    trained = [(run, colour) for run, colour in zip(runs, colours(runs), strict=True) if run.loss_history]
+    trained = [run for run in runs if run.loss_history]
     width = 0.5 + len(trained)
-    for run, colour in trained:
+    for run in trained:
+        colour = STRATEGIES.get(run.label)
         axes.plot([*run.losses], [*run.losses.values()], color=colour, lw=width, label=_label(run))
         width -= 1  # curves that coincide are stripes
     if trained:
         axes.legend(ncols=2 if len(trained) > 4 else 1, loc="upper right")
-
-
-def colours(runs: Runs) -> list[str]:
-    """The five strategies keep theirs; others take the next free one."""
-    others = cycle(OTHERS)
-    return [STRATEGIES.get(run.label) or next(others) for run in runs]
 
 
 def _titled_axes(figure: Figure, title: str, runs: Runs) -> Axes:
@@ -134,7 +128,7 @@ def _titled_axes(figure: Figure, title: str, runs: Runs) -> Axes:
 def _above(axes: Axes, place: float, height: float, text: str) -> None:
     clear = [withStroke(linewidth=3, foreground="white")]  # over a bar or a line
     looks = {"textcoords": "offset points", "ha": "center", "fontsize": 9, "path_effects": clear}
-    axes.annotate(text, (place, height), (0, 3), **looks)
+    axes.annotate(text, (place, height), (0, 5), **looks)
 
 
 def _label(run: MeasuredRun) -> str:

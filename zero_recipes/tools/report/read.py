@@ -72,13 +72,6 @@ def textbook(run: MeasuredRun) -> float | None:
     return zero_paper.model_state_bytes(*sizes, bytes_per_parameter).total
 
 
-def relative_speed(run: MeasuredRun, reference: MeasuredRun | None) -> float | None:
-    """Share of the baseline's; None outside the comparison."""
-    if reference is None or not run.compared:
-        return None
-    return _ratio(run.speed, reference.speed)
-
-
 def _ratio(part: float | None, whole: float | None) -> float | None:
     """None if one is unknown or the whole is 0."""
     if part is None or not whole:
@@ -133,7 +126,7 @@ def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
         "planned_peak_bytes": None if run.device == "cpu" else predicted.peak_memory_bytes,
         "resident_bytes": run.peak("rss"),
         "tokens_per_second": run.speed,
-        "relative_speed": relative_speed(run, reference),
+        "relative_speed": _ratio(run.speed, reference.speed) if reference and run.compared else None,
         "non_padding_share": _ratio(tokens.non_padding, tokens.all),
         "supervised_share": _ratio(tokens.supervised, tokens.all),
         "step_seconds_median": run.step_seconds.median if run.step_seconds else None,

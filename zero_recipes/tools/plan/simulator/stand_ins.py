@@ -100,16 +100,16 @@ def no_other_ranks() -> None:
         module.assert_ints_same_as_other_ranks = lambda ints: None
 
 
-def masks_by_shape(full_rows: bool, packing: bool) -> None:
+def masks_by_shape(full_rows: bool, masked_packs: bool) -> None:
     """transformers 5.23, masking_utils.py: looks into the mask, and takes a fake tensor for a compiler's.
 
-    `full_rows`: no row is padded, so no mask is made. `packing`: several rows stand in one.
+    `full_rows`: no row is padded, so no mask is made. `masked_packs`: but one for several rows that stand in one.
     """
     from transformers import masking_utils
 
     masking_utils.is_tracing = lambda *_: False
     masking_utils.fast_all = lambda tensor: full_rows
-    if not packing:
+    if not masked_packs:
         masking_utils.find_packed_sequence_indices = lambda positions: None
 
 
@@ -312,13 +312,13 @@ def attention_of(requested: str | None, on_gpu: bool) -> str | None:
     return FLASH if on_gpu else None
 
 
-def replace_parts_of_libraries(on_gpu: bool, full_rows: bool, packing: bool, host) -> None:
+def replace_parts_of_libraries(on_gpu: bool, full_rows: bool, masked_packs: bool, host) -> None:
     """`on_gpu`: on the device that stands for one."""
     no_addresses()
     no_pinned_memory(host if on_gpu else None)
     conversions_by_hand()
     no_other_ranks()
-    masks_by_shape(full_rows, packing)
+    masks_by_shape(full_rows, masked_packs)
     collate_with_numbers()
     data_parallel_in_python()
     adam_on_the_host()

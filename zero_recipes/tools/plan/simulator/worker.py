@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.modeling_utils import set_zero3_state
 from trl import SFTTrainer, get_quantization_config
 
+from zero_recipes.checks.rules import packs_without_mask
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import first_line
@@ -137,8 +138,9 @@ def train_two_steps(job: Job, folder: str) -> dict:
     host = LiveStorages("cpu")
     in_one = training_args.packing or training_args.padding_free
     full_rows = training_args.per_device_train_batch_size == 1 or in_one
-    stand_ins.replace_parts_of_libraries(on_gpu, full_rows, in_one, host)
     casts = job.zero.autocast or job.settings.precision  # without DeepSpeed, or by its torch_autocast
+    masked = in_one and not (on_gpu and packs_without_mask(settings, casts, job.config["model_type"]))
+    stand_ins.replace_parts_of_libraries(on_gpu, full_rows, masked, host)
     if on_gpu and casts != "fp32":
         stand_ins.set_up_autocast(torch.bfloat16 if casts == "bf16" else torch.float16)
     imports = psutil.Process().memory_info().rss
