@@ -9,7 +9,7 @@ import sys
 
 from zero_recipes.config.recipe import recipe_in_force, split_command_line
 from zero_recipes.core.findings import print_ending, raise_errors, shown
-from zero_recipes.core.process import PhaseClock, age, leave, say
+from zero_recipes.core.process import PhaseClock, age, escape_unprintable, leave, say
 from zero_recipes.engine.warnings import quiet_imports
 
 
@@ -26,6 +26,7 @@ def main(argv: list[str]) -> None:
 
 def read_run(argv: list[str]):
     """What the command line asks for. Refuses what needs no process group to refuse, and touches nothing."""
+    escape_unprintable()
     path, overrides = split_command_line(argv)
     recipe_file = recipe_in_force(path)  # before torch is imported
     with quiet_imports():

@@ -126,6 +126,13 @@ def findings_in(path: Path, changes: dict, environment: Mapping[str, str] | None
     """What the rules find in a recipe with changes, on two processes of one node by default."""
     from zero_recipes.checks.deepspeed_rules import deepspeed_findings
     from zero_recipes.checks.rules import rule_findings
+
+    run = run_of(path, changes, environment, device)
+    return [*rule_findings(run), *deepspeed_findings(run)]
+
+
+def run_of(path: Path, changes: dict, environment: Mapping[str, str] | None = None, device: str = "cuda"):
+    """The Run of a recipe with changes, on two processes of one node by default."""
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config import strategy as strategies
     from zero_recipes.config.run import Run, settings_in_force
@@ -136,8 +143,7 @@ def findings_in(path: Path, changes: dict, environment: Mapping[str, str] | None
     placed = recipe.settings.replace(use_cpu=device == "cpu")
     strategy = strategies.resolve_strategy(placed, environment, size_of)
     settings, _ = settings_in_force(recipe, strategy, device, None)
-    run = Run(recipe, settings, {}, strategy, device, environment, load_config(settings))
-    return [*rule_findings(run), *deepspeed_findings(run)]
+    return Run(recipe, settings, {}, strategy, device, environment, load_config(settings))
 
 
 def found_in(path: Path, changes: dict, **launch) -> list[tuple[str, str]]:
@@ -184,6 +190,11 @@ INLINE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  ze
 FSDP2 = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
 FSDP2 += "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
 EVALUATES = {"rows/test.jsonl": json.dumps({"prompt": "Say 9.\n", "completion": "The fish says 9."}) + "\n"}
+TWO_EVALUATED, THREE_EVALUATED = (
+    {"rows/test.jsonl": "".join(json.dumps(row | {"completion": f"{row['prompt']} It did."}) + "\n" for row in rows)}
+    for rows in (SOUND_ROWS[:2], SOUND_ROWS[:3])
+)
+DROPS = "dataloader_drop_last: true\neval_strategy: steps"
 LORA = "use_peft: true\nlora_target_modules: all-linear"
 PEFT = {"use_peft": True, "lora_target_modules": "all-linear"}
 MISS = {"peft_config": {"peft_type": "MISS"}}
@@ -199,6 +210,8 @@ MASTERS = {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}
 STATES = {"bf16": MASTERS["bf16"] | {"bf16_optimizer_states": True}}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}
+FACTORED = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}
 WRAPPED = "fsdp: true\nfsdp_config:\n  auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  transformer_layer_cls_to_wrap:"
 BEST = "load_best_model_at_end: true\nsave_strategy: steps\neval_strategy: steps"
@@ -245,10 +258,16 @@ FAULTS = [
     fault("a split that is not there", "ZR507", "recipe", "dataset_train_split: training"),
     fault("a file that is not there", "ZR506", "files", {}, {"a.csv": "prompt,completion\na,b\nc,d\n"},
           recipe="dataset_name: ./a.csv"),
+    fault("a CSV file with a header alone", "ZR523", "files", {"a.csv": "prompt,completion\n"},
+          {"a.csv": "prompt,completion\na,b\nc,d\n"}, "has a header alone", recipe="dataset_name: ./a.csv"),
     fault("a file of a mixture", "ZR506", "files", {}, {"a.csv": "prompt,completion\na,b\nc,d\n"}, "./a.csv",
           recipe="datasets:\n  - path: ./a.csv", without=("dataset_name",)),
     fault("an evaluation without a split", "ZR507", "recipe", "eval_strategy: steps", names="'test'"),
     fault("rows cut before their answers", "ZR513", "recipe", "max_length: 2"),
+    fault("evaluation rows that make no batch", "ZR554", "recipe", f"{DROPS}\nper_device_eval_batch_size: 2",
+          f"{DROPS}\nper_device_eval_batch_size: 1", "leaves out 2 of 2", files=TWO_EVALUATED),
+    fault("evaluation rows of half a round", "ZR554", "recipe", f"{DROPS}\nper_device_eval_batch_size: 1",
+          "eval_strategy: steps", "leaves out 1 of 3", "warning", files=THREE_EVALUATED),
     fault("padding with the end of text", "ZR502", "recipe", "pad_token: <|endoftext|>"),
     fault("to resume and to overwrite", "ZR703", "overrides",
           ("--resume_from_checkpoint", "true", "--overwrite", "true")),
@@ -420,6 +439,15 @@ FAULTS = [
           zero(2, {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}}),
           zero(2, {"data_efficiency": {"enabled": True, "data_routing": {"enabled": False}}})),
     fault("managed_accumulation", "ZR192", "keys", zero(2, {"managed_gradient_accumulation": False}), zero(2)),
+    fault("untested_optimizer", "ZR192", "keys", zero(2, SGD),
+          zero(2, SGD | {"zero_allow_untested_optimizer": True})),
+    fault("untested_optimizer", "ZR192", "keys", zero(1, SGD), zero(0, SGD)),
+    fault("factored moments of flat pieces", "ZR270", "keys", zero(1) | {"optim": "adafactor"},
+          zero(0) | {"optim": "adafactor"}, "adafactor", "warning"),
+    fault("8 bits of flat pieces", "ZR270", "keys", zero(3) | {"optim": "paged_adamw_8bit"}, {"optim": "adamw_8bit"},
+          "paged_adamw_8bit", "warning"),
+    fault("flat pieces of the ds_config's optimizer", "ZR270", "keys", zero(2, FACTORED) | {"optim": "adafactor"},
+          zero(2, ADAM) | {"optim": "adafactor"}, "adafactor", "warning"),
     fault("deprecated_offload", "ZR192", "keys", zero(2, cpu_offload=True), zero(2, ADAM, cpu_offload=True)),
     fault("no_gradient_norm", "ZR192", "keys", zero(2, compute_grad_norm=False),
           zero(2, compute_grad_norm=False) | {"max_grad_norm": 0}),
@@ -444,6 +472,8 @@ FAULTS = [
     fault("hub_strategy", "ZR193", "keys", {"push_to_hub": True, "hub_strategy": "checkpoint"}, {"push_to_hub": False}),
     fault("jit_checkpoint", "ZR193", "keys", {"enable_jit_checkpoint": True}, {}),
     fault("even_batches", "ZR193", "keys", {"accelerator_config": {"even_batches": False}}, {}),
+    fault("dispatch_batches", "ZR192", "keys", {"accelerator_config": {"dispatch_batches": True}},
+          {"accelerator_config": {"dispatch_batches": True, "split_batches": True}}),
     fault("stream_workers", "ZR193", "keys", {"dataset_streaming": True, "dataloader_num_workers": 2},
           {"dataset_streaming": True, "dataloader_num_workers": 1}),
     fault("tokens averaged on each device", "ZR194", "keys", {"average_tokens_across_devices": False}, {},

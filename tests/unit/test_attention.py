@@ -52,6 +52,12 @@ def test_the_kernel_takes_what_flash_attention_can_train():
         assert not takes(size=size, value_size=size)
 
 
+def test_a_pack_that_does_not_say_where_its_rows_begin_is_named():
+    row = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        attention._by_row(None, row, row, row, torch.empty(1, 1, 0, 0, dtype=torch.bool))
+
+
 def test_attention_is_computed_in_the_dtype_of_autocast():
     tensor = torch.zeros(1)
     assert attention.computed_in(tensor) == torch.float32

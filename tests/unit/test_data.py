@@ -28,8 +28,9 @@ from zero_recipes.data.masks import mask_by, tokenise
 from zero_recipes.data.prepare import finish, prepare_split
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.metrics.read_runs import question, read_samples
+from zero_recipes.metrics.scores import OWN
 from zero_recipes.tools import main as cli
-from zero_recipes.training.answers import Answers, sample_rows, show_samples, text_scores, write_rows
+from zero_recipes.training.answers import Answers, sample_rows, show_samples, write_rows
 
 WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -398,7 +399,7 @@ LOSS = st.sampled_from([None, math.nan, math.inf, 0.5, 3.0])
 def test_any_text_is_printed_written_and_read_again(drawn):
     prompts, references, *texts, before, after = map(list, zip(*drawn, strict=True))
     samples = [Sample(prompt, reference) for prompt, reference in zip(prompts, references, strict=True)]
-    rows = sample_rows(samples, Answers(texts[0], before), Answers(texts[1], after))
+    rows = sample_rows(samples, Answers(texts[0], before), Answers(texts[1], after), dict.fromkeys(OWN))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples.jsonl"
         write_rows(path, rows)
@@ -414,10 +415,3 @@ def test_any_text_is_printed_written_and_read_again(drawn):
         show_samples(rows, "from [/a] file")
     printed = screen.buffer.getvalue().decode()
     assert "[/a]" in printed and "\x1b" not in printed and "\x00" not in printed
-
-
-def test_scores():
-    assert text_scores(" The fish hums.", "The fish hums.") == {"exact_match": 1.0, "token_f1": 1.0}
-    assert text_scores(" ", "") == {"exact_match": 1.0, "token_f1": 1.0}, "nothing was expected"
-    assert text_scores("fish", "") == text_scores("", "fish") == {"exact_match": 0.0, "token_f1": 0.0}
-    assert text_scores("The cat hums.", "The fish hums.") == {"exact_match": 0.0, "token_f1": pytest.approx(2 / 3)}

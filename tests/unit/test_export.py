@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from tests.helpers.tiny import ROOT, write_llama
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics.read_runs import SampleRow
+from zero_recipes.tools import export
 from zero_recipes.tools.main import main
 
 CHATML = (
@@ -63,6 +64,31 @@ def test_the_template_of_an_alpaca_model_is_its_prompt(adapter):
     tokenizer = AutoTokenizer.from_pretrained(out)
     asked = [{"role": "user", "content": "Name a colour."}]
     assert tokenizer.apply_chat_template(asked, tokenize=False) == alpaca_prompt("Name a colour.")
+
+
+def test_a_gguf_file_whose_answers_begin_otherwise_is_not_to_be_used(tmp_path, monkeypatch, capsys):
+    """A nearly equal token may win later in an answer; at the start of all of them it is another model."""
+    expected = {"one": [1, 2, 3], "two": [4, 5, 6]}
+    answered = {"near-f16.gguf": [[1, 2, 9], [7, 5, 6]], "far-f16.gguf": [[9, 2, 3], [9, 5, 6]]}
+    answered["far-q8_0.gguf"] = answered["far-f16.gguf"]
+    monkeypatch.setattr(export, "served_tokens", lambda file, prompts, start: answered[file.name])
+    export._compare([tmp_path / "near-f16.gguf", tmp_path / "far-q8_0.gguf"], expected, None)
+    assert "near-f16.gguf: 0 of 2 greedy answers match transformers, 1 in their first token" in capsys.readouterr().out
+    with pytest.raises(export.NotExported, match="is not to be used"):
+        export._compare([tmp_path / "far-f16.gguf"], expected, None)
+
+
+def test_the_prompts_of_the_command_line_count(adapter, monkeypatch):
+    taken = []
+    monkeypatch.setattr(export, "_merged", lambda model, target, tokenizer, prompt: taken.append(prompt) or model)
+    monkeypatch.setattr(export.ask, "load", lambda *_: None)
+    monkeypatch.setattr(export, "_agree_on_the_end", lambda *_: (_ for _ in ()).throw(export.NotExported("enough")))
+    (adapter / "samples.jsonl").write_text(SampleRow(prompt="of the run", scores_before={}).model_dump_json() + "\n")
+    rows = adapter.parent / "mine.jsonl"
+    rows.write_text('{"prompt": "of mine"}\n')
+    for number, words in enumerate(([], ["--sample_prompts", str(rows)])):
+        assert main(["export", str(adapter), "--output_dir", str(adapter.parent / str(number)), *words]) == 1
+    assert taken == ["of the run", "of mine"]
 
 
 @pytest.mark.grid

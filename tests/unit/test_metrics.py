@@ -1,5 +1,6 @@
 """The model of metrics.json: what is written is read again, all ranks are one row, and how a run ended is in it."""
 
+import io
 import json
 import math
 import subprocess
@@ -19,7 +20,7 @@ from tests.helpers.ending_cases import strict
 from tests.helpers.report_runs import PARAMETERS, on_cpu
 from tests.helpers.tiny import ROOT
 from zero_recipes.core import findings
-from zero_recipes.core.findings import REFUSAL_FILE, UNFINISHED, Finding, PeerFailed, Refusal, print_ending
+from zero_recipes.core.findings import REFUSAL_FILE, UNFINISHED, Finding, PeerFailed, Refusal, finding, print_ending
 from zero_recipes.core.process import PhaseClock
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.failure import (
@@ -292,6 +293,22 @@ def test_a_refusal_is_told_to_who_launched_the_run(tmp_path, monkeypatch, rank):
     assert row.status == "refused" and "fix: f" in row.error
     assert (row.failure.code, row.failure.reason) == ("ZR211", "a")
     assert failed_row(tmp_path, "zero1", 1, "").status == "failed", "it is of one run alone"
+
+
+@pytest.mark.parametrize(
+    "ending", [Refusal([finding("ZR116", path="\ud800.yaml", cwd="/", fix="")]), OSError("\udfff")]
+)
+def test_half_a_surrogate_pair_in_a_message_is_printed(tmp_path, monkeypatch, ending):
+    """JSON of a data set may hold one, and no terminal or file takes it."""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(printed, encoding="utf-8"))
+    monkeypatch.setenv(REFUSAL_FILE, str(tmp_path / REFUSAL))
+    print_ending(ending)
+    assert rb"\ud" in printed.getvalue()
+    write_failure(tmp_path, "data", ending, {})
+    assert r"\ud" in cause_of(tmp_path).error
+    if isinstance(ending, Refusal):
+        assert r"\ud800.yaml" in failed_row(tmp_path, "zero1", 1, "").error
 
 
 def run_in(folder, checkpoint=None) -> SimpleNamespace:

@@ -20,8 +20,8 @@ from tests.helpers.seeded import count, draw, grid
 from tests.helpers.tiny import ROOT, named, write_recipe
 from tests.helpers.two_ranks import set_by_launch
 from zero_recipes.checks.deepspeed_rules import top_level_keys
-from zero_recipes.config.accelerate import AMBIGUOUS, launched_environment
-from zero_recipes.config.keys import dataclasses_of_a_recipe, key_choices, key_types
+from zero_recipes.config.accelerate import launched_environment
+from zero_recipes.config.keys import dataclasses_of_a_recipe, key_choices, key_types, tables
 from zero_recipes.tools import main as cli
 
 KINDS = {"recipe": 200, "ds_config": 150, "accelerate": 150}  # how many of each in the grid
@@ -85,7 +85,7 @@ def keys_of(kind: str) -> dict[str, list]:
         found = {field.name: right(field.type) for field in dataclasses.fields(ClusterConfig)}
         for field in dataclasses.fields(FullyShardedDataParallelPlugin):
             found[f"fsdp_config.fsdp_{field.name.removeprefix('fsdp_')}"] = right(field.type)
-        return found | {f"deepspeed_config.{key}": right(int | bool | str) for key in AMBIGUOUS}
+        return found | {f"deepspeed_config.{key}": right(int | bool | str) for key in tables()["beside_ds_config_file"]}
     models = {"zero_optimization.": config.DeepSpeedZeroConfig, "bf16.": DeepSpeedBF16Config}
     models |= {"fp16.": DeepSpeedFP16Config, "comms_logger.": CommsLoggerConfig}
     models["zero_optimization.offload_optimizer."] = offload_config.DeepSpeedZeroOffloadOptimizerConfig

@@ -146,6 +146,17 @@ def test_null_unsets_a_key_that_may_be_null(tmp_path, word, joined):
     assert [getattr(recipe.settings, key) for key in keys] == [None] * 3
     assert {key: recipe.explicit[key] for key in keys} == dict.fromkeys(keys)
     assert recipe.settings.seed == 3 and recipe.settings.report_to == "none"
+    words += ["--max_length", "32"]
+    assert recipes.parse_recipe(path, recipes.read_recipe_file(path), words).settings.max_length == 32, (
+        "the last counts"
+    )
+
+
+def test_a_recipe_that_is_none_says_what_it_is(tmp_path):
+    (tmp_path / "broken.yaml").write_text("model_name_or_path: x\n  dataset_name: [x\n")
+    (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\x00")
+    for name, words in (("broken.yaml", "no YAML"), ("picture.yaml", "binary"), (".", "is a folder")):
+        assert words in str(refusal_of(recipes.read_recipe_file, tmp_path / name))
 
 
 @pytest.mark.parametrize("text", ['{"question": "ask"}', "{question: ask}"])

@@ -14,7 +14,18 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, GPT2Config, LlamaConfig
 
 from tests.helpers import faults
-from tests.helpers.faults import FAULTS, TWO, TWO_NODES, Side, ds_config, findings_in, findings_of, found_in, schedule
+from tests.helpers.faults import (
+    FAULTS,
+    TWO,
+    TWO_NODES,
+    Side,
+    ds_config,
+    findings_in,
+    findings_of,
+    found_in,
+    run_of,
+    schedule,
+)
 from tests.helpers.tiny import ROOT, llama_config, settings_with, write_experts, write_llama, write_model, write_recipe
 from tests.helpers.tools import refusal_of
 from zero_recipes.checks import rules
@@ -231,6 +242,19 @@ def test_async_io_is_left_out_by_name_where_libaio_is_missing(monkeypatch, capsy
     kernels.main(["cpu_adam", "async_io"])
     said = capsys.readouterr().out
     assert "apt-get install libaio-dev" in said and "building ['cpu_adam']" in said
+
+
+def test_a_run_without_mixed_precision_computes_in_the_dtype_of_its_weights(tmp_path):
+    recipe = write_recipe(tmp_path)
+    halved = {"dtype": "bfloat16", "bf16": False}
+    computed = {}
+    for stage in (None, 1, 3):
+        keys = halved if stage is None else halved | {"deepspeed": ds_config(stage)}
+        computed[stage] = run_of(recipe, keys).precision
+    assert computed == {None: "bf16", 1: "bf16", 3: "fp32"}, "zero.Init makes fp32 weights"
+    assert run_of(recipe, {"bf16": False}).precision == "fp32"
+    run = run_of(recipe, halved)
+    assert "bf16, the dtype of the weights" in str(run.strategy.described(run.device, run.settings, run.precision))
 
 
 SOUND: set[tuple[str, bool]] = set()  # twins without a finding

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_recipes.config.ds_config import DsConfig, number_in
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.recipe import Settings, loaded_dtype
 from zero_recipes.config.run import Run
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
@@ -107,13 +107,9 @@ def _bytes_of(dtype: object) -> int:
 
 def _loaded_width(run: Run) -> int:
     """Bytes of a parameter as it is loaded; 0 where weights are quantized on the way."""
-    settings = run.settings
-    if settings.load_in_4bit or settings.load_in_8bit:
+    if run.settings.load_in_4bit or run.settings.load_in_8bit:
         return 0
-    requested = (settings.model_init_kwargs or {}).get("dtype") or settings.dtype
-    if requested in ("auto", None):
-        requested = run.config.dtype or "float32"
-    return _bytes_of(requested)
+    return _bytes_of(loaded_dtype(run.settings, run.config.dtype))
 
 
 def _host_terms(run: Run, psi: int, here: int) -> dict[str, int]:

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from zero_recipes.checks.rules import bare_model, conditions, options
 from zero_recipes.config.accelerate import ds_config_file, is_on
 from zero_recipes.config.ds_config import parsed_zero
@@ -16,6 +18,7 @@ from zero_recipes.model import decoder_layers
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # blocks and their packages
 LOG_WARMUP = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket_size (runtime/zero/config.py)
+TESTED = ("adam", "adamw", "adagrad", "lion", "muon")  # with ZeRO, by DeepSpeed (runtime/zero/utils.py)
 ADAMS = ("adam", "adamw")  # those of a ds_config's optimizer block that become DeepSpeedCPUAdam
 BLOCK = 25_000_000  # elements of a reduce bucket: below it messages are too small for the bandwidth of GPUs
 MOSTLY_LOST = 1e-4  # learning rates up to here: benchmarks/results/bf16_states.json
@@ -26,6 +29,7 @@ def deepspeed_findings(run: Run) -> list[Finding]:
         return []
     return [
         *_left_out(run),
+        *_flat_pieces(run),
         *_schedule(run),
         *_without_effect(run),
         *_separate_experts(run),
@@ -71,6 +75,10 @@ def _stops(run: Run) -> dict[str, Any]:
         "legacy_stage1": zero.get("legacy_stage1"),
         "data_routing": run.value("data_efficiency.enabled") and routing,
         "monitor_package": any(run.value(f"{name}.enabled") and not find_spec(MONITORS[name]) for name in MONITORS),
+        "untested_optimizer": run.stage
+        and ds.optimizer
+        and optimizer not in TESTED
+        and not ds.raw.get("zero_allow_untested_optimizer"),
         "managed_accumulation": run.value("managed_gradient_accumulation") is False,
         "deprecated_offload": zero.get("cpu_offload") and not ds.optimizer,
         "no_gradient_norm": without_norm and (settings.max_grad_norm > 0 or ds.offload_optimizer),
@@ -104,6 +112,16 @@ def _silent(run: Run) -> dict[str, Any]:
         "autocast_16_bit": ds.autocast and settings.precision != "fp32",
         "autocast_dtype": ds.autocast == "fp16" or unnamed_dtype,
     }
+
+
+def _flat_pieces(run: Run) -> Iterator[Finding]:
+    """Of an optimizer that looks at the shapes of tensors."""
+    optim = run.settings.optim
+    name = _optimizer_type(run) if run.ds.optimizer else str(getattr(optim, "value", optim))
+    for kind, why in options()["shapes"].items():
+        if run.stage and kind in name:
+            yield finding("ZR270", optimizer=name, why=why, stage=run.stage)
+            return  # galore_adafactor is of the first alone
 
 
 def _optimizer_type(run: Run) -> str:
@@ -224,15 +242,6 @@ def top_level_keys() -> set[str]:
     return named.union(*tables()["ds_config"].values())
 
 
-def zero_keys() -> set[str]:
-    """What DeepSpeed reads in zero_optimization."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    fields = DeepSpeedZeroConfig.model_fields
-    aliases = {field.alias for field in fields.values() if field.alias}
-    return aliases.union(fields)
-
-
 def _zero_plus_plus(run: Run) -> Iterator[Finding]:
     """ZeRO++ where it does nothing. The group of hpZ is cut to the processes as in utils/groups.py."""
     world_size = run.world_size
@@ -273,9 +282,7 @@ def _separate_experts(run: Run) -> Iterator[Finding]:
 
 
 def _has_separate_experts(module) -> bool:
-    from torch.nn import ModuleDict, ModuleList
-
     for name, child in module.named_children():
-        if "expert" in name and isinstance(child, (ModuleList, ModuleDict)) and len(child) > 1:
+        if "expert" in name and isinstance(child, (nn.ModuleList, nn.ModuleDict)) and len(child) > 1:
             return True
     return False

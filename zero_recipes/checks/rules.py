@@ -80,6 +80,8 @@ def stops_late(run: Run) -> dict[str, Any]:
     liger = settings.use_liger_kernel
     template = settings.chat_template_path
     packed = getattr(run.config, "quantization_config", None) or {}
+    loading = _loading(settings)
+    joins = loading.get("dispatch_batches") and not loading.get("split_batches")
     return {
         "save_steps": settings.save_strategy == "steps" and settings.save_steps <= 0,
         "eval_on_start": settings.eval_on_start and not settings.evaluates,
@@ -97,15 +99,21 @@ def stops_late(run: Run) -> dict[str, Any]:
         "fsdp_offload_on_cpu": fsdp and run.strategy.fsdp_config.get("cpu_offload") and run.device == "cpu",
         "fp16_on_cpu": settings.fp16 and run.device == "cpu",
         "activation_offloading": settings.activation_offloading and run.device == "cpu",
+        # for a stream TRL turns it off
+        "dispatch_batches": joins and not settings.dataset_streaming and run.world_size > 1,
     }
+
+
+def _loading(settings: Settings) -> dict[str, Any]:
+    """accelerator_config; empty where it is a path."""
+    return settings.accelerator_config if isinstance(settings.accelerator_config, dict) else {}
 
 
 def silent(run: Run) -> dict[str, Any]:
     """{name in options.yaml: whether the run would go on, and be another one than the recipe says}."""
     settings = run.settings
     streams = settings.dataset_streaming or settings.streaming
-    loading = settings.accelerator_config
-    loads_uneven = isinstance(loading, dict) and loading.get("even_batches") is False  # or it is a path
+    loads_uneven = _loading(settings).get("even_batches") is False
     return {
         "hub_strategy": settings.push_to_hub and settings.hub_strategy not in ("every_save", "end"),
         "jit_checkpoint": settings.enable_jit_checkpoint,

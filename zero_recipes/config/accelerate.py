@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import DEFAULT, patch
 
 from zero_recipes.config.ds_config import quiet
-from zero_recipes.config.keys import tables
 from zero_recipes.core.files import FILES, at_hand
 from zero_recipes.core.findings import Finding, finding, first_line, library_error_as_finding, refusal
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
 
-AMBIGUOUS = frozenset(tables()["beside_ds_config_file"])
 DS_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 FOLDER = Path("accelerate_configs")
 # keys of a recipe that `trl sft --config` takes for its launch

@@ -39,6 +39,7 @@ class RecipeArguments:
     global_batch_size: int | None = None
     sample_prompts: str | None = None
     sample_max_new_tokens: int = 128
+    sample_metrics: list[str] | None = None
     sequence_parallel_size: int = 1
     random_weights: bool = False
     allow_keys: list[str] | None = None

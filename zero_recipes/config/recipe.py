@@ -74,6 +74,21 @@ def precision_of(arguments: Any) -> str:
     return "fp16" if arguments.fp16 else "fp32"
 
 
+def computed_in(precision: str, dtype: Any) -> str:
+    """ "bf16", "fp16" or "fp32", in which weights of `dtype` compute: without mixed precision in their own."""
+    if precision != "fp32":
+        return precision
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(str(dtype).removeprefix("torch."), "fp32")
+
+
+def loaded_dtype(settings: Settings, saved: Any) -> str:
+    """ "float32": of the weights as they are loaded. `saved`: of the checkpoint's, None where it names none."""
+    requested = (settings.model_init_kwargs or {}).get("dtype") or settings.dtype
+    if requested in ("auto", None):
+        requested = saved or "float32"
+    return str(requested).removeprefix("torch.")
+
+
 USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
 # mappings, which the command line gives as JSON
 MAPPINGS = ("model_init_kwargs", "dataset_kwargs", "lr_scheduler_kwargs", "liger_kernel_config", "accelerator_config")
@@ -91,11 +106,13 @@ class RecipeFile(dict):
 def read_recipe_file(path: Path) -> RecipeFile:
     """Reads, and sets nothing. Raises Refusal."""
     if not path.is_file():
-        names = [recipe.name for recipe in path.parent.glob("*.yaml")]
+        names = [recipe.name for recipe in path.parent.glob("*.yaml") if recipe.is_file()]
         near = difflib.get_close_matches(path.name, names, 1, 0.5)
         fix = "Check the path; the recipes are in recipes/."
         if near:
             fix = f"Did you mean {path.parent / near[0]}?"
+        if path.is_dir():
+            fix = "It is a folder. Name a file in it."
         raise refusal("ZR116", path=path, cwd=Path.cwd(), fix=fix)
     mapping = _load(path)
     env = mapping.pop("env", None) or {}
@@ -275,6 +292,7 @@ def without_unset(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[
         is_null = value.lower() == "null" or (value.lower() == "none" and key != "report_to")
         if not is_null or key not in known or not keys.accepted_types(known[key]) & {"null", "any"}:
             rest.append(word)
+            unset.discard(key)  # the last one counts
             continue
         unset.add(key)
         if not equals:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from zero_recipes.config.accelerate import DS_FIELDS, ds_config_file
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import Recipe, Settings, TrlArguments, trl_arguments
+from zero_recipes.config.recipe import Recipe, Settings, TrlArguments, computed_in, loaded_dtype, trl_arguments
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.process import local_world_size
@@ -42,7 +42,10 @@ class Run:
     @property
     def precision(self) -> str:
         """ "bf16", "fp16" or "fp32", in which it computes; torch_autocast keeps the weights in fp32."""
-        return self.strategy.ds.autocast or self.settings.precision
+        precision = self.strategy.ds.autocast or self.settings.precision
+        if self.stage == 3:  # zero.Init makes the weights of an engine without 16 bits fp32
+            return precision
+        return computed_in(precision, loaded_dtype(self.settings, getattr(self.config, "dtype", None)))
 
     @property
     def saves_on_signals(self) -> bool:

@@ -53,14 +53,16 @@ class Strategy:
     def is_fsdp(self) -> bool:
         return self.fsdp_config is not None
 
-    def described(self, device: str, settings: Settings) -> list[str]:
-        """What is in force, a line each."""
+    def described(self, device: str, settings: Settings, computed: str) -> list[str]:
+        """What is in force, a line each. `computed`: in which precision."""
         strategy = self.name
         if self.is_deepspeed:
             strategy += f" (DeepSpeed, {self.source})"
         precision = settings.precision
         if self.ds.autocast:
             precision += f", computed in {self.ds.autocast} by torch.autocast"
+        elif computed != precision:
+            precision = f"{computed}, the dtype of the weights (no mixed precision)"
         offloaded = []
         if self.ds.offload_optimizer:
             offloaded.append("optimizer")

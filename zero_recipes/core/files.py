@@ -43,6 +43,11 @@ def write_text(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
+def encodable(text: str) -> str:
+    """With half surrogate pairs, which no file takes, as Python writes them."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def strict_json(document: Any, indent: int | None = None) -> str:
     """A number that is not finite becomes null: `NaN` is no JSON. Letters of every script stay as they are."""
     return to_json(document, indent=indent, inf_nan_mode="null").decode()

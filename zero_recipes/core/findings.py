@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.core.files import package_yaml, write_json
-from zero_recipes.core.process import rank, wait_for_rank_0
+from zero_recipes.core.files import encodable, package_yaml, write_json
+from zero_recipes.core.process import escape_unprintable, rank, wait_for_rank_0
 
 # exit codes
 FAILED = 1
@@ -56,6 +56,7 @@ class Finding:
     key: str | None = None  # the recipe's key that it is about
     scope: str = "run"  # who prints it: rank 0 of the "run", the first rank of each "machine", or each "rank"
     ignored: bool = False  # an error that the recipe's `ignore` makes a warning
+    is_of_code_not_run: bool = False  # without trust_remote_code
     trace: str = field(default="", compare=False, repr=False)  # the traceback of what a library raised
 
     @property
@@ -105,7 +106,7 @@ def finding(
 ) -> Finding:
     """`values`: what the code's templates in findings.yaml name. `level`: where a code may be either."""
     row = table()[code]
-    texts = {part: row[part].format_map(values) for part in PARTS}
+    texts = {part: encodable(row[part].format_map(values)) for part in PARTS}
     return Finding(code, **texts, level=level or row["level"], key=recipe_key, scope=scope)
 
 
@@ -166,7 +167,11 @@ def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[N
         hint = next((hint for words, hint in table()["ZR199"]["hints"].items() if words in message), "")
         about = {"doing": doing, "name": type(error).__name__, "message": message[:LONGEST_MESSAGE], "hint": hint}
         trace = "".join(traceback.format_exception(error))
-        raise Refusal([replace(finding("ZR199", recipe_key=named, **about), trace=trace)]) from error
+        # transformers, dynamic_module_utils.py
+        raised_by = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+        found = finding("ZR199", recipe_key=named, **about)
+        not_run = "resolve_trust_remote_code" in raised_by
+        raise Refusal([replace(found, trace=trace, is_of_code_not_run=not_run)]) from error
 
 
 @contextlib.contextmanager
@@ -218,6 +223,7 @@ def raise_errors(findings: list[Finding]) -> None:
 
 def print_ending(ending: BaseException, tracebacks: bool = False) -> int:
     """Print why a run ends, each finding on the ranks of its scope. Returns the exit code of every rank."""
+    escape_unprintable()
     if isinstance(ending, KeyboardInterrupt):
         if rank() == 0:
             print("ended by Ctrl-C", file=sys.stderr, flush=True)

@@ -28,6 +28,13 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def escape_unprintable() -> None:
+    """From now on, of all that this process prints: half a surrogate pair, and what the terminal's encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def say(text: str) -> None:
     """Print on rank 0."""
     if rank() == 0:

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from zero_recipes.core.process import escape_unprintable
+
 Row = Any  # whatever the cells of its columns take
 
 
@@ -33,11 +35,8 @@ def _visible(character: str) -> str:
 
 
 def terminal(stderr: bool = False) -> Console:
-    """What the terminal's encoding lacks is escaped."""
-    console = Console(stderr=stderr)
-    if hasattr(console.file, "reconfigure"):
-        console.file.reconfigure(errors="backslashreplace")
-    return console
+    escape_unprintable()
+    return Console(stderr=stderr)
 
 
 @contextmanager

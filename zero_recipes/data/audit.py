@@ -175,8 +175,10 @@ def audit_findings(
         has_answers = not {"completion", "messages"}.isdisjoint(rows.column_names)
         most = (MAX_BAD_ROW_SHARE if has_answers else 1) * found.rows
         count = len(found.empty)
-        level = "error" if count >= most else "warning"
-        yield finding("ZR533", level=level, count=count, rows=found.rows, split=split, row=found.empty[0])
+        row = found.empty[0]
+        about = {"count": len(found.empty), "rows": found.rows, "row": row, "text": str(rows[row])[:200]}
+        level = "error" if len(found.empty) >= most else "warning"
+        yield finding("ZR533", level=level, split=split, **about)
     if found.without_supervision:
         count = len(found.without_supervision)
         row = found.without_supervision[0]
@@ -211,6 +213,16 @@ def overlap_findings(training: Dataset, evaluation: Dataset, split: str) -> Iter
     same = [number for number, ids in enumerate(wanted) if ids in known]
     if same:
         yield finding("ZR538", count=len(same), rows=len(evaluation), split=split, row=same[0])
+
+
+def left_out_findings(rows: Dataset | None, settings: Settings, replicas: int) -> Iterator[Finding]:
+    """Of evaluation rows, as they are evaluated, that dataloader_drop_last leaves out."""
+    batch = settings.per_device_eval_batch_size
+    left_out = 0 if rows is None else len(rows) % (batch * replicas)
+    if left_out and settings.dataloader_drop_last:
+        level = "error" if left_out == len(rows) else "warning"
+        counts = {"left_out": left_out, "rows": len(rows), "batch": batch, "replicas": replicas}
+        yield finding("ZR554", level=level, split=settings.dataset_test_split, **counts)
 
 
 def shown_rows(tokenised: Dataset, tokenizer: Tokenizer) -> list[tuple[int, list[tuple[str, bool]]]]:

@@ -61,7 +61,7 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
             return splits[name]
         rows, form = _formatted(splits[name], name, settings, {})
         if form.example is None:  # all have weight 0
-            raise _no_rows(name)
+            raise _no_rows(f"the split {name}")
         found.append(form)
         return rows
 
@@ -124,7 +124,7 @@ def _first_rows(parts: list[Rows], shares: list[float]) -> list[Rows]:
 def _entry(entry: dict[str, Any], settings: Settings) -> tuple[Rows, Form]:
     """As TRL's get_dataset loads it, and formatted."""
     split = entry.get("split") or "train"
-    rows = _loaded(_source_of_entry(entry), split, settings.streaming)
+    rows = _loaded(_source(entry), split, settings.streaming)
     if isinstance(entry.get("columns"), list):
         rows = rows.select_columns(entry["columns"])
     return _formatted(rows, split, settings, entry)
@@ -154,6 +154,8 @@ def _csv_options(source: dict[str, Any]) -> dict[str, Any]:
         header = lines.readline()
     separator = max(SEPARATORS, key=header.count)
     head = pandas.read_csv(files[0], nrows=1, dtype=str, sep=separator)
+    if head.empty and len(files) == 1:
+        raise _no_rows(f"{files[0]}, which has a header alone,")
     if not isinstance(head.index, pandas.RangeIndex):
         raise _unknown_columns(files[0], head.columns, "as many fields in a record as the CSV header has")
     return {
@@ -163,8 +165,8 @@ def _csv_options(source: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _no_rows(split: str) -> Refusal:
-    return refusal("ZR523", split=split)
+def _no_rows(place: str) -> Refusal:
+    return refusal("ZR523", place=place)
 
 
 def _unknown_columns(split: str, columns: Iterable[str], wanted: str) -> Refusal:
@@ -172,23 +174,17 @@ def _unknown_columns(split: str, columns: Iterable[str], wanted: str) -> Refusal
 
 
 def _sources(settings: Settings) -> list[dict[str, Any]]:
-    """What `load_dataset` takes."""
-    if settings.datasets:
-        return [_source_of_entry(entry) for entry in settings.datasets]
-    return [{"name": settings.dataset_config} | _by_format(settings.dataset_name)]
+    entries = settings.datasets or [{"path": settings.dataset_name, "name": settings.dataset_config}]
+    return [_source(entry) for entry in entries]
 
 
-def _source_of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    source = {key: entry.get(key) for key in ("path", "name", "data_dir", "data_files")}
-    return source | _by_format(entry["path"])
-
-
-def _by_format(path: str | None) -> dict[str, Any]:
-    """Of one file of a known format its reader, and the file."""
+def _source(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What `load_dataset` takes. Of one file of a known format its reader, and the file."""
+    path = entry["path"]
     kind = _format_of(str(path))
-    if kind is None or not os.path.isfile(path):
-        return {"path": path}
-    return {"path": kind, "name": None, "data_files": {"train": path}}
+    if kind is not None and os.path.isfile(path):
+        return {"path": kind, "data_files": {"train": path}}
+    return {key: entry.get(key) for key in ("path", "name", "data_dir", "data_files")}
 
 
 def _format_of(file: str) -> str | None:
@@ -204,7 +200,7 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
     with reading(_sources(settings)):
         rows = forms.rename(rows, columns or settings.columns)
         if next(iter(rows), None) is None:
-            raise _no_rows(split)
+            raise _no_rows(f"the split {split}")
         kinds = forms.column_kinds(rows)
     form = forms.recognise(kinds, settings, dataset_format)
     if form is None:
@@ -245,15 +241,13 @@ def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
     with single_process_env(), reading([{"path": path} for path in paths]):
         _, _, found = load_rows(as_stream)
     template = settings.chat_template_path
-    if template is not None and not os.path.exists(template) and not asks_hub:
+    is_elsewhere = template is not None and not os.path.exists(template) and not asks_hub
+    if is_elsewhere or not any(form.turns for form in found):
         return
     tokenizer = None
-    with contextlib.suppress(Exception):  # it is not at hand, or wrong: the run asks for it
-        tokenizer = AutoTokenizer.from_pretrained(
-            settings.model_name_or_path,
-            revision=settings.model_revision,
-            trust_remote_code=settings.trust_remote_code,
-            local_files_only=not asks_hub,
+    with contextlib.suppress(Refusal):  # it is not at hand, or wrong: the run asks for it
+        tokenizer = read_tokenizer(
+            settings.model_name_or_path, settings, revision=settings.model_revision, local_files_only=not asks_hub
         )
     if tokenizer is not None:
         refuse_turns_without_template(found, apply_chat_template_file(tokenizer, settings))
@@ -316,8 +310,8 @@ def _broken(file: str) -> str | None:
         with fsspec.open(file, "rb", compression="infer") as lines:
             for number, line in enumerate(lines, start=1):
                 if number == 1 and line.lstrip().startswith(b"["):  # one list, whose error knows its line
-                    _parse(line + lines.read())
-                elif line.strip() and not isinstance(_parse(line.strip()), dict):
+                    json.loads(line + lines.read())
+                elif line.strip() and not isinstance(json.loads(line.strip()), dict):
                     raise ValueError("not an object with named columns")
     except json.JSONDecodeError as error:
         return f"{file} line {number + error.lineno - 1}: {error.msg}"
@@ -326,8 +320,10 @@ def _broken(file: str) -> str | None:
     return None
 
 
-def _parse(text: bytes) -> Any:
-    return json.loads(text.decode("utf-8-sig"))
+def read_tokenizer(name: str, settings: Settings, **keywords: Any) -> Tokenizer:
+    """As it is saved. `keywords`: of from_pretrained. Raises Refusal."""
+    with library_error_as_finding(f"reading the tokenizer of {name}"):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=settings.trust_remote_code, **keywords)
 
 
 def load_tokenizer(settings: Settings) -> Tokenizer:
@@ -337,8 +333,7 @@ def load_tokenizer(settings: Settings) -> Tokenizer:
     downstream to mask the end.
     """
     name = settings.model_name_or_path
-    trust = settings.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=settings.model_revision, trust_remote_code=trust)
+    tokenizer = read_tokenizer(name, settings, revision=settings.model_revision)
     end = settings.eos_token or tokenizer.eos_token
     pad = settings.pad_token or tokenizer.pad_token
     if pad is None or (pad == end and settings.pad_token is None):

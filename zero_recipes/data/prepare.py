@@ -104,10 +104,10 @@ class Prepared:
         return len(self.train) if isinstance(self.train, Dataset) else None
 
 
-def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer) -> Prepared:
+def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer, replicas: int = 1) -> Prepared:
     """Made or found by one process of each node and read by all. Raises Refusal on every process.
 
-    `training_args` is changed to what is prepared. `tokenizer`: the model's.
+    `training_args` is changed to what is prepared. `tokenizer`: the model's. `replicas`: ranks with rows of their own.
     """
     ignored = ignored_codes(settings.ignore)
     made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
@@ -121,7 +121,10 @@ def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer) -> Pre
         training_args.assistant_only_loss = False  # in the labels by now; SFTTrainer would look for conversations
     samples = [Sample(**sample) for sample in made["samples"]]
     audit = Audit(**made["audit"])
-    findings = downgraded([Finding(**finding) for finding in made["findings"]], ignored)
+    findings = [Finding(**finding) for finding in made["findings"]]
+    findings += audits.left_out_findings(evaluation, settings, replicas)
+    findings = downgraded(findings, ignored)
+    raise_errors(findings)
     return Prepared(tokenizer, train, evaluation, samples, audit, findings, made["data_sha256"], made["shown"])
 
 
@@ -347,9 +350,9 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
         with single_process_env(), hub, patch.object(datasets.config, "HF_HUB_OFFLINE", True):
             return _counted(settings, path)
     except Refusal as refusal:
+        if isinstance(refusal.__cause__, OSError):
+            return "data or tokenizer are not on this machine"
         return refusal.what
-    except OSError:
-        return "data and tokenizer are not on this machine"
     except Exception as error:  # readers of a dozen formats and tokenizers: the run reports what is wrong
         return first_line(error)
 

@@ -33,7 +33,7 @@ class Sample:
 
 def takes_rows(requested: Any) -> bool:
     """A number, of rows of the test split."""
-    return requested is not None and str(requested).isdecimal() and int(requested) > 0
+    return str(requested).isdecimal() and int(requested) > 0
 
 
 def rows_to_ask(requested: Any, evaluation, settings: Settings):

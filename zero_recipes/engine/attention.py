@@ -67,7 +67,9 @@ def _by_row(module, query, key, value, attention_mask, dropout=0.0, scaling=None
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **keywords
         )
-    boundaries = keywords["cu_seq_lens_q"]
+    boundaries = keywords.get("cu_seq_lens_q")
+    if boundaries is None:
+        raise ValueError("A pack needs cu_seq_lens_q and max_length_q, as TRL's collator has them, or attention_mask")
     window = attention_mask.shape[3]  # 0: none
     if kernel_takes(query.device.type, computed_in(query), query.shape[3], value.shape[3], dropout):
         return _by_kernel(query, key, value, boundaries, keywords["max_length_q"], window, scaling), None

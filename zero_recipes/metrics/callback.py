@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import precision_of
+from zero_recipes.config.recipe import computed_in, precision_of
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
 from zero_recipes.core.process import PhaseClock, local_world_size, rank, signalled
@@ -186,7 +186,7 @@ class StageMetricsCallback(TrainerCallback):
             "parameters": parameters,
             "trainable_parameters": trainable,
             "gradients_not_quantized": not_quantized,
-            "precision": precision_of(args),
+            "precision": computed_in(precision_of(args), getattr(model, "dtype", None)),
             "micro_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "max_length": getattr(args, "max_length", None),

@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Literal
 
-from zero_recipes.core.files import write_text
+from zero_recipes.core.files import encodable, write_text
 from zero_recipes.core.findings import PeerFailed
 from zero_recipes.core.process import rank
 from zero_recipes.metrics import schema
@@ -82,9 +82,9 @@ def write_failure(
         rank=rank(),
         status=status,
         phase=phase,
-        error=message,
+        error=encodable(message),
         largest_memory=dict(largest_first),
-        traceback="".join(traceback.format_exception(error)),
+        traceback=encodable("".join(traceback.format_exception(error))),
         is_echo=is_echo(error),
         time=time.time(),
     )

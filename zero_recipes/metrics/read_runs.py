@@ -20,9 +20,7 @@ class SampleRow(schema.Part):
     before: str | None = None  # None where the base gave no answer
     after: str | None = None
     reference: str | None = None  # the answer in the data
-    # by metric: exact_match, token_f1 (0 to 1) and reference_loss (nats/token, over the reference's tokens as training
-    # has them; null where max_length leaves none or is not finite); empty without a
-    # reference
+    # by score, of those in `sample_metrics`; None where it is not a number; empty without a reference
     scores_before: dict[str, float | None]
     scores_after: dict[str, float | None] = Field({})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import transformers
 from accelerate.utils.memory import clear_device_cache
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, entries_of
@@ -16,10 +16,11 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Recipe, Settings
 from zero_recipes.config.run import choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
-from zero_recipes.data.load import PADDING_TOKENS
+from zero_recipes.data.load import PADDING_TOKENS, read_tokenizer
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.engine.attention import allow_cudnn
 from zero_recipes.engine.cpu_products import multiply_in_fp32
+from zero_recipes.metrics.scores import load_metrics
 from zero_recipes.model import load_config, load_model
 from zero_recipes.tools.verify import TOKENIZER, verify
 from zero_recipes.training import answers as sampling
@@ -46,13 +47,14 @@ def ask(arguments: argparse.Namespace) -> int:
     allow_cudnn(device, target.settings.cudnn_attention)
     tokenizer = load_tokenizer(target)
     samples = read_questions(target, tokenizer)
+    metrics = load_metrics(target.settings)
     written = _output_dir(arguments.output_dir, target) / SAMPLES
     print(f"model: {target.folder}")
     print(f"base: {target.base or 'none (--base NAME)'}")
     most = target.settings.sample_max_new_tokens
     print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
     base, tuned = answers_of_both(target, tokenizer, device, samples)
-    rows = sampling.sample_rows(samples, base, tuned)
+    rows = sampling.sample_rows(samples, base, tuned, metrics)
     sampling.write_rows(written, rows)
     sampling.show_samples(rows, "before: the base model, after: the saved model")
     print(f"written: {written}")
@@ -117,21 +119,16 @@ def load_tokenizer(target: Target) -> Tokenizer:
     place = str(target.folder) if is_own else target.base
     if place is None:  # transformers would make one without a word
         raise refusal("ZR575", folder=target.folder)
-    tokenizer = _read_tokenizer(place, target)
+    tokenizer = read_tokenizer(place, target.settings)
     known = tokenizer.get_vocab()
     if tokenizer.pad_token is None:  # masked, whatever it is
         tokenizer.pad_token = next((token for token in PADDING_TOKENS if token in known), tokenizer.eos_token)
     if is_own and target.base is not None and not target.is_adapter:
-        vocabulary = _read_tokenizer(target.base, target).get_vocab()
+        vocabulary = read_tokenizer(target.base, target.settings).get_vocab()
         others = sorted(token for token, number in vocabulary.items() if known.get(token) != number)
         if others:
             raise refusal("ZR790", base=target.base, folder=target.folder, count=len(others), example=others[0])
     return tokenizer
-
-
-def _read_tokenizer(place: str, target: Target) -> Tokenizer:
-    with library_error_as_finding(f"reading the tokenizer of {place}"):
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=target.settings.trust_remote_code)
 
 
 def load(target: Target, tokenizer: Tokenizer, device: str, base_in: str | None = None) -> PreTrainedModel:

@@ -12,9 +12,6 @@ from zero_recipes.core.process import local_world_size
 from zero_recipes.core.tables import terminal, working
 from zero_recipes.engine.warnings import quieten
 
-TRUST = "trust_remote_code"
-NOT_RUN = re.compile(r"trust_remote_code|contains custom code")  # a library's words for code it did not run
-
 
 def check(arguments: argparse.Namespace) -> int:
     with working("importing the libraries"):
@@ -24,12 +21,8 @@ def check(arguments: argparse.Namespace) -> int:
 
     quieten()
     mapping = recipes.recipe_in_force(arguments.recipe)
-    overrides = list(arguments.overrides)
-    leaves_code_out = False
-    if TRUST not in recipes.named_on(overrides, [TRUST]):
-        # a look at a stranger's recipe runs no code of its model
-        overrides += [f"--{TRUST}", "false"]
-        leaves_code_out = bool(mapping.get(TRUST))
+    # a look at a stranger's recipe runs no code of its model; the last option counts
+    overrides = ["--trust_remote_code", "false", *arguments.overrides]
     launch_file = arguments.config_file
     if launch_file is None and arguments.num_processes is None:
         launch_file = file_named(mapping)
@@ -41,8 +34,8 @@ def check(arguments: argparse.Namespace) -> int:
         run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True, gpu=gpu)
         if run is not None:
             findings += predicted.rehearsed(run, environment, gpu)
-    if leaves_code_out:
-        findings = [found for found in findings if found.level != "error" or not NOT_RUN.search(found.why)]
+    if mapping.get("trust_remote_code") and run is not None and not run.settings.trust_remote_code:
+        findings = [found for found in findings if not found.is_of_code_not_run]
         findings.append(finding("ZR783"))
     if launch_file is not None:
         findings += file_findings(launch_file)
@@ -60,7 +53,7 @@ def check(arguments: argparse.Namespace) -> int:
     if findings:
         print(shown(findings, arguments.traceback))
     if run is not None:
-        print(*run.strategy.described(run.device, run.settings), sep="\n")
+        print(*run.strategy.described(run.device, run.settings, run.precision), sep="\n")
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if not errors:
@@ -74,19 +67,17 @@ def _counted(number: int, word: str) -> str:
 
 
 def _launch_command(arguments: argparse.Namespace, run, environment) -> str:
-    recipe = str(arguments.recipe)
     count = run.strategy.world_size
-    file = ["--config_file", str(arguments.config_file)] if arguments.config_file else []
-    if local_world_size(environment, count) == count:
-        launch = ["zero-recipes", "train", recipe, *file, "--num_processes", str(count)]
-    else:  # several machines
-        launch = ["accelerate", "launch", *file, "run_sft.py", recipe]
+    launch = ["zero-recipes", "train", str(arguments.recipe)]
+    if arguments.config_file:
+        launch += ["--config_file", str(arguments.config_file)]
+    launch += ["--num_processes", str(count)]
+    if local_world_size(environment, count) != count:
+        launch += ["--hosts", "FIRST,SECOND", "--machine_rank", "RANK"]
     return shlex.join([*launch, *arguments.overrides])
 
 
-NOT_REHEARSED = (
-    r"^(zero-recipes train|accelerate launch)|run_sft.py | --num_processes \d+| --hosts \S+ --machine_rank \S+"
-)
+NOT_REHEARSED = r"^zero-recipes train| --num_processes \d+| --hosts \S+ --machine_rank \S+"
 
 
 def rehearsal_of(launch: str, gpus: int) -> str:
@@ -102,6 +93,8 @@ def data_findings(run) -> list:
     training_args = recipes.trl_arguments(settings, run.recipe.path).training
     data = prepare.read_data(settings, load.load_tokenizer(settings))
     splits, findings = prepare.prepare_splits(data, settings, training_args)
+    if len(splits) > 1 and splits[1].rows is data.evaluation:  # of a stream only the beginning was read
+        findings += audit.left_out_findings(splits[1].ready, settings, run.strategy.replicas)
     train = splits[0]
     for line in prepare.recognised(data, train):
         print(f"recognized    {line}")

@@ -1,16 +1,14 @@
 """`zero-recipes sweep`: launch one strategy or value after another. A failure is a row, not a crash."""
 
 import collections
-import copy
 import hashlib
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -21,13 +19,10 @@ import yaml
 from rich.console import Console
 
 from zero_recipes.checkpoint import output_dir as folders
-from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, launched_environment
-from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.keys import key_findings, key_types
-from zero_recipes.config.strategy import launched_ds_config
-from zero_recipes.core.files import at_hand, write_json
+from zero_recipes.core.files import at_hand
 from zero_recipes.core.findings import REFUSAL_FILE, Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import kill_with_children
@@ -36,10 +31,10 @@ from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.failure import REFUSAL, failed_row, not_begun
 from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file
 from zero_recipes.metrics.schema import FILE, Metrics
-from zero_recipes.tools.report.read import short_names, value_text
+from zero_recipes.tools.report.read import value_text
 
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
-EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+LOGGED = re.compile(r"{'loss': '?([\w.+-]+)")  # what the Trainer prints
 UNSAFE = re.compile(r"[^A-Za-z0-9._+,=-]")
 # what each run of a sweep has of its own, or all of them alike
 NOT_SWEPT = ("output_dir", "overwrite", "resume_from_checkpoint")
@@ -62,16 +57,14 @@ def sweep(
     quieten()
     console = terminal()
     configs = {}
-    ds_configs = {}
     # what it refuses here, it would refuse in every run
     with working(f"reading {recipe}"):
         settings = recipes.parse_recipe(recipe, recipes.recipe_in_force(recipe), overrides).settings
         refuse_own_ds_config(recipe, settings)
         for name in strategies:
             configs[name] = at_hand(FOLDER / f"{name}.yaml")
-            environment = launched_environment(configs[name], num_processes)
-            ds_configs[name], _ = launched_ds_config(environment, settings.precision)
-    runs = runs_of(configs, ds_configs, sets, overrides)
+            launched_environment(configs[name], num_processes)
+    runs = runs_of(configs, sets)
     refuse_results(recipe, settings, output_dir, runs)
     if sets:
         own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
@@ -84,15 +77,13 @@ def sweep(
         folder = output_dir / run.name
         label = f"[{number}/{len(runs)}] {run.name}"
         start = time.perf_counter()
-        row, previous = launched(recipe, run, folder, label, num_processes, overrides, console, script)
+        row = launched(recipe, run, folder, label, num_processes, overrides, console, script)
         ended[run.name] = row.status
         ending = f"{label}: {row.status} after {time.perf_counter() - start:.0f} s"
         if row.status != "ok":
             ending += f", see {folder / 'log.txt'}"
         if row.status == "refused":
             ending += f": {row.failure.reason} [{row.failure.code}]"
-        if previous:
-            ending += f"; earlier results are now in {previous}"
         console.print(plain(ending), soft_wrap=True)
     return ended
 
@@ -106,19 +97,14 @@ def launched(
     overrides: list[str],
     console: Console,
     script: Path | None = None,
-) -> tuple[Metrics, Path | None]:
-    """(measurements or failure, where earlier results are kept).
+) -> Metrics:
+    """Measurements or failure.
 
     No weights are saved unless `overrides` or the run say so.
     """
-    previous = folders.claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
+    folders.claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
     (folder / FILE).unlink(missing_ok=True)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", run.config]
-    if run.ds_config is not None:  # in place of the file's own
-        ds_config = folder / "ds_config.json"
-        write_json(ds_config, run.ds_config)
-        zero_init = str(DsConfig(run.ds_config).stage == 3).lower()
-        words += ["--deepspeed_config_file", ds_config, "--zero3_init_flag", zero_init]
     words += ["--num_processes", ranks, "--main_process_port", 0]  # a free port
     words += [script or at_hand("run_sft.py"), recipe, "--output_dir", folder]
     named = {word.partition("=")[0] for word in (*overrides, *run.words)}
@@ -126,7 +112,7 @@ def launched(
         words += ["--save_model", "false", "--save_strategy", "no", "--save_on_signal", "false"]
     command = [str(word) for word in (*words, *overrides, *run.words)]
     exit_code, log = run_logged(command, folder, label, console, Host().threads(ranks))
-    return row_of(folder, run.strategy, exit_code, log), previous
+    return row_of(folder, run.strategy, exit_code, log)
 
 
 def row_of(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
@@ -184,10 +170,12 @@ def run_logged(command: list[str], folder: Path, label: str, console: Console, t
             for line in child.stdout:
                 log.write(line)
                 tail.append(line.rstrip("\n"))
-                if line.strip():
-                    say(f"{label}: {line.strip()[:100]}")
-                if line.startswith("{'loss'") and not console.is_terminal:  # where no status moves
-                    console.print(plain(f"{label}: {line.strip()}"), soft_wrap=True)
+                logged = LOGGED.match(line)
+                if logged:
+                    message = f"{label}: loss {logged[1]}"
+                    say(message)
+                    if not console.is_terminal:  # where no status moves
+                        console.print(plain(message), soft_wrap=True)
             return child.wait(), "\n".join(tail)
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -198,62 +186,48 @@ def run_logged(command: list[str], folder: Path, label: str, console: Console, t
 # the runs of a sweep: strategies by the values of `--set KEY=a,b,c`
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 takes 5e8 and 1e-5 for text."""
-    if not isinstance(value, str) or not EXPONENT.fullmatch(value):
-        return value
-    number = float(value)
-    return int(number) if number.is_integer() and abs(number) < 2**53 else number
-
-
 @dataclass(frozen=True)
 class SweepRun:
-    name: str  # of its folder
     strategy: str
     config: Path  # the strategy's accelerate file
-    values: Mapping[str, Any]  # what the sweep sets, by key
-    words: tuple[str, ...] = ()  # options for the recipe's keys among `values`
-    ds_config: Mapping[str, Any] | None = None  # with DeepSpeed's keys among `values`; None without any
+    values: Mapping[str, Any]  # of the recipe's keys: what the sweep sets
+
+    @property
+    def name(self) -> str:
+        """Of its folder: safe on any file system and unique."""
+        text = self.strategy
+        for key, value in self.values.items():
+            text += f",{key}={value_text(value)}"
+        name = UNSAFE.sub("_", text)[:LONGEST_NAME]
+        if name == text:
+            return name
+        return f"{name},{hashlib.sha256(text.encode()).hexdigest()[:8]}"  # other values may give the same name
+
+    @property
+    def words(self) -> list[str]:
+        """Of run_sft.py's command line."""
+        words = []
+        for key, value in self.values.items():
+            if isinstance(value, list):
+                words += [f"--{key}", *map(value_text, value)]
+            else:
+                words.append(f"--{key}={value_text(value)}")
+        return words
 
 
-def runs_of(
-    configs: Mapping[str, Path], ds_configs: Mapping[str, dict | None], sets: Sequence[str], overrides: list[str]
-) -> list[SweepRun]:
-    """One run a strategy and combination of values.
+def runs_of(configs: Mapping[str, Path], sets: Sequence[str]) -> list[SweepRun]:
+    """One run a strategy and combination of values. `configs`: {strategy: accelerate file}.
 
-    `configs`: {strategy: accelerate file}; `ds_configs`: {strategy: its ds_config}.
     Raises Refusal for an unknown key. Each run checks its own values.
     """
-    types = key_types()
-    listed = parse_sets(sets, types, overrides)
-    in_ds = [key for key in listed if key not in types]
-    without = [name for name in configs if ds_configs[name] is None]
-    if in_ds and without:
-        able = [name for name in configs if name not in without] or ["zero2"]
-        raise refusal("ZR359", keys=", ".join(in_ds), without=", ".join(without), able=",".join(able))
+    listed = parse_sets(sets, key_types())
     runs = []
     for name, *values in product(configs, *listed.values()):
-        named = dict(zip(listed, values, strict=True))
-        runs.append(run_of(name, configs[name], ds_configs[name], named, in_ds))
+        runs.append(SweepRun(name, configs[name], dict(zip(listed, values, strict=True))))
     return runs
 
 
-def run_of(
-    strategy: str, config: Path, ds_config: Mapping[str, Any] | None, values: Mapping[str, Any], in_ds: Collection[str]
-) -> SweepRun:
-    """`in_ds`: the keys whose values go into the ds_config. Raises Refusal."""
-    words = []
-    below = {}
-    for key, value in values.items():
-        if key in in_ds:
-            below[key] = value
-        else:
-            words += option_words(key, value)
-    written = with_values(ds_config, below) if below else None
-    return SweepRun(run_name(strategy, values), strategy, config, values, tuple(words), written)
-
-
-def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[str]) -> dict[str, list[Any]]:
+def parse_sets(texts: Sequence[str], types: Mapping[str, Any]) -> dict[str, list[Any]]:
     """{key: its values} of the `--set` options, each a YAML list without brackets.
 
     `types`: every key of a recipe.
@@ -263,66 +237,19 @@ def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[s
     for text in texts:
         key, _, listed = text.partition("=")
         key = key.strip()
-        _refuse_unknown(key, types)
+        if key in NOT_SWEPT:
+            raise refusal("ZR358", key=key)
+        if key not in types:
+            raise Refusal(list(key_findings("--set", [key], types)))
+        why = "It needs a key of its own and distinct, comma-separated values."
+        values = []
+        written = set()
         try:
-            values = [_number(value) for value in yaml.safe_load(f"[{listed}]")]
-            written = {json.dumps(value, sort_keys=True, allow_nan=False) for value in values}
-        except (yaml.YAMLError, TypeError, ValueError) as error:
-            raise _unreadable(text, f"{' '.join(str(error).split())}.") from None
-        if not values or len(written) < len(values):
-            raise _unreadable(text, "It needs a key and distinct, comma-separated values.")
-        if key in sets or key in recipes.named_on(overrides, types):
-            raise _unreadable(text, f"{key} is given twice. Put all its values into one --set.")
+            values = yaml.safe_load(f"[{listed}]")
+            written = {value_text(value) for value in values}
+        except (yaml.YAMLError, TypeError) as error:
+            why = f"{' '.join(str(error).split())}."
+        if key in sets or not written or len(written) < len(values):
+            raise refusal("ZR355", text=text[:80], why=why)
         sets[key] = values
     return sets
-
-
-def _unreadable(text: str, why: str) -> Refusal:
-    return refusal("ZR355", text=text[:80], why=why)
-
-
-def _refuse_unknown(key: str, types: Mapping[str, Any]) -> None:
-    """DeepSpeed's own parser refuses what is further down."""
-    if key in NOT_SWEPT:
-        raise refusal("ZR358", key=key)
-    block, *below = key.split(".")
-    in_zero = block == "zero_optimization" and below
-    is_ds = below[0] in zero_keys() if in_zero else block in top_level_keys()
-    if key not in types and not is_ds:
-        zero = {f"zero_optimization.{name}" for name in zero_keys()}
-        raise Refusal(list(key_findings("--set", [key], {*types, *top_level_keys(), *zero})))
-
-
-def run_name(strategy: str, values: Mapping[str, Any]) -> str:
-    """A folder's name: safe on any file system and unique."""
-    named = short_names(list(values))
-    text = strategy
-    for key, value in values.items():
-        text += f",{named[key]}={value_text(value)}"
-    name = UNSAFE.sub("_", text)[:LONGEST_NAME]
-    if name == text:
-        return name
-    return f"{name},{hashlib.sha256(text.encode()).hexdigest()[:8]}"  # other values may give the same name
-
-
-def option_words(key: str, value: Any) -> list[str]:
-    """For run_sft.py's command line."""
-    if isinstance(value, list):
-        return [f"--{key}", *map(value_text, value)]
-    return [f"--{key}={value_text(value)}"]
-
-
-def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with each value at its path, "block.key". Raises Refusal."""
-    filled = copy.deepcopy(dict(config))
-    for path, value in values.items():
-        block = filled
-        *blocks, last = path.split(".")
-        for name in blocks:
-            if block.get(name) is None:
-                block[name] = {}
-            if not isinstance(block[name], dict):
-                raise refusal("ZR360", path=path, block=name, value=json.dumps(block[name]))
-            block = block[name]
-        block[last] = value
-    return filled

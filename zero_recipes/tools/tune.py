@@ -7,6 +7,7 @@ The faster half goes on with twice as many, until two are left or the time is ov
 
 import argparse
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,19 +82,22 @@ def tune(arguments: argparse.Namespace) -> int:
         started = time.monotonic()
         label = f"[{place}, {steps} steps] {described(run)}"
         words = [*overrides, *ONLY_MEASURED, f"--max_steps={steps}"]
-        metrics, _ = sweep.launched(path, run, folder / run.name, label, processes, words, console)
+        metrics = sweep.launched(path, run, folder / run.name, label, processes, words, console)
         row = Row(run, steps, metrics, time.monotonic() - started)
         console.print(plain(f"{label}: {row.summary}"), soft_wrap=True)
         return row
 
     rows = halved(field, measure, 60 * arguments.minutes, console)
     print_columns([Column("Candidate", lambda row: described(row.run))], MEASURED, rows, console)
+    if len(rows) < min(2, len(field)):
+        console.print("too short to compare; nothing is written")
+        return 1
     best = rows[0]
     if best.status != "ok":
         console.print(f"no candidate finished; see the logs in {folder}")
         return 1
-    launch = f"accelerate launch --config_file {best.run.config} --num_processes {processes} run_sft.py"
-    command = " ".join([launch, str(new), *overrides])
+    launch = ["zero-recipes", "train", new, "--config_file", best.run.config, "--num_processes", processes]
+    command = shlex.join([str(word) for word in (*launch, *overrides)])
     write_text(new, tuned(recipe, best.run, [command, *header(rows, processes)]))
     console.print(plain(f"written: {new}\n{command}"), soft_wrap=True)
     return 0
@@ -127,7 +131,7 @@ def candidates(
                         values[RECOMPUTES] = recomputes
                     is_recipe = not values and name == names[0]
                     place = -1 if is_recipe else rank + recomputes
-                    found.append((place, sweep.run_of(name, file, ds_config, values, in_ds=())))
+                    found.append((place, sweep.SweepRun(name, file, values)))
         if found:
             found.sort(key=lambda one: one[0])
             return [run for _, run in found]
@@ -252,14 +256,14 @@ def halved(field: Sequence[sweep.SweepRun], measure: Callable[..., Row], seconds
     """All rows, the fastest first, later rounds before earlier ones.
 
     `measure`: takes a candidate, steps and its place ("1/9").
-    The first round may take half of the time.
+    The first round may take half of the time: its steps are fewer where all would not fit.
     Another one begins only if it will end in time.
     """
     ends = time.monotonic() + seconds
     steps = FIRST_STEPS
     first = measure(field[0], steps, f"1/{len(field)}")
     ran = [first]
-    if first.speed:
+    if first.speed and len(field) * (first.seconds + FIRST_SECONDS) < seconds / 2:
         steps = max(steps, math.ceil(FIRST_SECONDS / first.metrics.step_seconds.median))
     if steps > FIRST_STEPS:
         ran = []  # it runs again, with as many steps as the others
@@ -268,7 +272,8 @@ def halved(field: Sequence[sweep.SweepRun], measure: Callable[..., Row], seconds
     while True:
         for number in range(len(ran), len(field)):
             if ran and time.monotonic() + max(row.seconds for row in ran) > until:
-                console.print(f"{len(field) - number} candidates were skipped for lack of time")
+                minutes = math.ceil(2 * len(field) * max(row.seconds for row in ran) / 60)
+                console.print(f"{len(field) - number} candidates were skipped; all take about --minutes {minutes}")
                 break
             ran.append(measure(field[number], steps, f"{number + 1}/{len(field)}"))
         for row in compared(ran):

@@ -2,8 +2,7 @@
 
 import math
 import sys
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from zero_recipes.data.samples import Sample
 from zero_recipes.engine import fsdp
 from zero_recipes.engine.deepspeed import forget_trace_of_generation
 from zero_recipes.metrics.read_runs import SampleRow, mean_scores, question, short
+from zero_recipes.metrics.scores import scores_of
 
 
 @dataclass
@@ -150,34 +150,22 @@ def answers_carried(history: dict[str, Any], samples: list[Sample]) -> Answers |
     return Answers(before["texts"], before["reference_losses"])
 
 
-def text_scores(answer: str, reference: str) -> dict[str, float]:
-    """exact_match, but for white space at both ends; token_f1: of bags of words, as SQuAD's but case sensitive."""
-    words = answer.split()
-    expected = reference.split()
-    common = (Counter(words) & Counter(expected)).total()
-    f1 = 1.0
-    if words or expected:
-        f1 = 2 * common / (len(words) + len(expected))
-    return {"exact_match": float(answer.strip() == reference.strip()), "token_f1": f1}
-
-
-def sample_rows(samples: list[Sample], before: Answers | None, after: Answers) -> list[SampleRow]:
+def sample_rows(
+    samples: list[Sample], before: Answers | None, after: Answers, metrics: Mapping[str, Any]
+) -> list[SampleRow]:
     """Rows of samples.jsonl. `before`: None where there is no base answer. No scores where there is no reference."""
 
-    def scores(sample: Sample, answers: Answers, number: int) -> dict[str, float | None]:
+    def scored(sample: Sample, answers: Answers, number: int) -> dict[str, float | None]:
         if sample.reference is None:
             return {}
-        loss = answers.reference_losses[number]
-        if loss is not None and not math.isfinite(loss):
-            loss = None
-        return text_scores(answers.texts[number], sample.reference) | {"reference_loss": loss}
+        return scores_of(metrics, answers.texts[number], sample.reference, answers.reference_losses[number])
 
     rows = []
     for number, sample in enumerate(samples):
         row = {"prompt": sample.prompt, "reference": sample.reference, "scores_before": {}}
-        row |= {"after": after.texts[number], "scores_after": scores(sample, after, number)}
+        row |= {"after": after.texts[number], "scores_after": scored(sample, after, number)}
         if before is not None:
-            row |= {"before": before.texts[number], "scores_before": scores(sample, before, number)}
+            row |= {"before": before.texts[number], "scores_before": scored(sample, before, number)}
         rows.append(SampleRow(**row))
     return rows
 

@@ -64,7 +64,7 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         data.tags.append("lora")
         adapter = json.loads((folder / "adapter_config.json").read_text())
     licences = [(redacted(name), licence_of(name, "dataset") or "unknown") for name in named]
-    samples = read_runs.read_samples(folder / SAMPLES)[:MOST_SAMPLES]
+    samples = read_runs.read_samples(folder / SAMPLES)
     card = ModelCard.from_template(
         data,
         template_str=(resources.files("zero_recipes.training") / "card.md.j2").read_text(),
@@ -76,7 +76,8 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         adapter=adapter,
         data=licences,
         measured=_measured(run),
-        samples=[_cells(row) for row in samples],
+        samples=[_cells(row) for row in samples[:MOST_SAMPLES]],
+        scores=read_runs.mean_scores(samples),
         units=units,
     )
     write_text(out / README, str(card))

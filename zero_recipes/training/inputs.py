@@ -52,7 +52,7 @@ def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
     arguments.push_to_hub = False  # the Trainer would push its folder as it is, and at each save
     arguments.model_init_kwargs = None  # of load_model; SFTTrainer would warn that it ignores them
     with clock.phase("data"), planning(run) as planned:
-        data = prepare_rows(settings, arguments, load_tokenizer(settings))
+        data = prepare_rows(settings, arguments, load_tokenizer(settings), run.strategy.replicas)
         predicted = planned()
     ds_config = resolved_ds_config(run, data.rows)
     return Inputs(arguments, peft_config, config, data, predicted, ds_config)

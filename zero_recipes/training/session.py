@@ -169,7 +169,7 @@ def _write_launch(run: Run, inputs: Inputs, model: PreTrainedModel) -> None:
     data = inputs.data
     forms, rows = data.shown
     parameters, _ = parameter_counts(model)
-    header = run.strategy.described(run.device, run.settings)
+    header = run.strategy.described(run.device, run.settings, run.precision)
     header += [f"recognized    {form}" for form in forms]
     header += [f"parameters    {parameters:,}", str(data.audit)]
     print(*header, *data.findings, sep="\n", flush=True)

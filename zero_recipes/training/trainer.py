@@ -39,6 +39,7 @@ from zero_recipes.engine.group import agree, once, rank_0_writes
 from zero_recipes.engine.huggingface import rows_are_cut, without_deepspeed_announcement
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import is_out_of_memory
+from zero_recipes.metrics.scores import load_metrics
 from zero_recipes.model import loaded_values
 from zero_recipes.training import answers
 from zero_recipes.training.card import write_card
@@ -55,6 +56,7 @@ class Extras:
     clock: PhaseClock = field(default_factory=PhaseClock)
     samples: Sequence[Sample] = ()
     max_new_tokens: int = 0  # of an answer to a sample
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # of answers
     saves_on_signals: bool = False
     with_checksums: bool = True
     token_metrics: str = "logging_steps"
@@ -156,6 +158,7 @@ class ZeroSFTTrainer(SFTTrainer):
             clock=clock,
             samples=inputs.data.samples,
             max_new_tokens=settings.sample_max_new_tokens,
+            metrics=load_metrics(settings),
             saves_on_signals=run.saves_on_signals,
             with_checksums=not settings.skip_checksums,
             token_metrics=settings.token_metrics,
@@ -427,7 +430,7 @@ class ZeroSFTTrainer(SFTTrainer):
             except CutShort:
                 self._save_and_end()
             if self.args.process_index == 0 and self.extras.samples:
-                rows = answers.sample_rows(self.extras.samples, self.answers_before, after)
+                rows = answers.sample_rows(self.extras.samples, self.answers_before, after, self.extras.metrics)
                 answers.write_rows(Path(self.args.output_dir, "samples.jsonl"), rows)
                 answers.show_samples(rows, f"from {self.extras.samples[0].source}")
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from zero_recipes.checks import capacity
 from zero_recipes.config.ds_config import number_in
+from zero_recipes.config.recipe import loaded_dtype
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.zero_paper import FP32, MIXED, ModelState, model_state_bytes
 from zero_recipes.metrics.flops import squares
@@ -97,10 +98,7 @@ class Sizes:
         self.terms = self._terms()
 
     def _loaded(self) -> int:
-        requested = (self.settings.model_init_kwargs or {}).get("dtype") or self.settings.dtype
-        if requested in ("auto", None):
-            requested = self.shape.dtype
-        return capacity.DTYPE_BYTES.get(str(requested).removeprefix("torch."), 4)
+        return capacity.DTYPE_BYTES.get(loaded_dtype(self.settings, self.shape.dtype), 4)
 
     def _trained(self) -> int:
         if self.job.quantizes:

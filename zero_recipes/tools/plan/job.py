@@ -22,7 +22,7 @@ from huggingface_hub import constants
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
 from zero_recipes.config.ds_config import DsConfig, ModelSize, fill_own_autos, read_json_mapping
-from zero_recipes.config.recipe import Recipe, RowLengths, Settings, stated
+from zero_recipes.config.recipe import Recipe, RowLengths, Settings, computed_in, loaded_dtype, stated
 from zero_recipes.core.files import FILES, at_hand, package_yaml
 from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
@@ -71,13 +71,8 @@ class Job:
     @property
     def precision(self) -> str:
         """ "bf16", "fp16" or "fp32", in which it computes: without mixed precision the weights' own."""
-        computed = self.zero.autocast or self.settings.precision
-        if computed != "fp32":
-            return computed
-        own = str(self.settings.dtype or "auto").removeprefix("torch.")
-        if own == "auto":
-            own = str(self.config.get("dtype") or self.config.get("torch_dtype"))
-        return {"bfloat16": "bf16", "float16": "fp16"}.get(own, "fp32")
+        saved = self.config.get("dtype") or self.config.get("torch_dtype")
+        return computed_in(self.zero.autocast or self.settings.precision, loaded_dtype(self.settings, saved))
 
     @property
     def is_fsdp(self) -> bool:

@@ -230,7 +230,7 @@ def sweep_table(runs: Runs) -> Table:
     """The runs of one sweep: values, measurements, and why a run failed."""
     rows = table_rows(runs)
     keys = list(runs[0].swept)
-    named = [Column(name, partial(_swept_cell, key)) for key, name in short_names(keys).items()]
+    named = [Column(key, partial(_swept_cell, key)) for key in keys]
     if len({row["strategy"] for row in rows}) > 1:
         named.append(Column("Strategy", itemgetter("strategy")))
     shown = texts()["swept"]
@@ -249,12 +249,6 @@ def _swept_cell(key: str, row: Row) -> str:
 def _reason_cell(row: Row) -> str:
     reason = f"{row['code'] or ''} {row['reason'] or ''}"
     return textwrap.shorten(reason, LONGEST_REASON, placeholder="…")
-
-
-def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """{key: its last part, where no other key ends alike}."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 
 
 def value_text(value: Any) -> str:
