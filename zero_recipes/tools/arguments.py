@@ -257,15 +257,6 @@ def add_results(commands) -> None:
     add("--llama_cpp", type=Path, help="llama.cpp's folder, whose converter writes GGUF")
     add("--output_dir", type=Path, help="default: <model>-export")
 
-    add = add_verb(
-        commands,
-        verbs.push,
-        "upload a run's model, model card and measurements to the Hub, without local paths",
-    )
-    add("folder", type=Path, help="a run's output_dir, e.g. output/pythia")
-    add("--hub_model_id", required=True, help="the repository, e.g. me/pythia-alpaca")
-    add("--private", action="store_true", help="create it as a private repository")
-
 
 def add_model_verb(commands, func: Func, text: str) -> Add:
     add = add_verb(commands, func, text, overrides=[])
