@@ -27,8 +27,6 @@ README, RECIPE, SAMPLES, PICTURE = "README.md", "recipe.resolved.yaml", "samples
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 SECRET = ("hub_token", "output_dir", "logging_dir", "resume_from_checkpoint")  # keys that are nobody else's
 MOST_SAMPLES = 5  # rows of the card's table
-# checkpoints, pickles, and the recipe, which may have a token
-NOT_UPLOADED = " ".join(f"--exclude '{pattern}'" for pattern in ("checkpoint-*", "*.bin", "*.yaml"))
 HUB_SECONDS = 600  # without a byte of an answer
 
 
@@ -195,8 +193,8 @@ def push(folder: Path, repo: str, token: str | None = None, revision: str | None
         return hub(token).create_commit(repo, operations, commit_message=message, revision=revision).commit_url
     except Exception as error:  # of huggingface_hub and the network, of many kinds
         raise NotPushed(
-            f"{folder} is saved, but was not pushed to {repo}: {first_line(error)}. "
-            f"To push the model again: hf upload {repo} {folder} {NOT_UPLOADED}"
+            f"{folder} is saved, but was not pushed to {repo}: {first_line(error)}. To "
+            f"push the model: hf upload {repo} {folder} --exclude 'checkpoint-*' --exclude '*.bin' --exclude '*.yaml'"
         ) from error
 
 
