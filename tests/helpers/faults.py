@@ -388,7 +388,6 @@ FAULTS = [
           {"save_only_model": True, "load_best_model_at_end": True}),
     fault("auto_find_batch_size", "ZR192", "keys", zero(3) | {"auto_find_batch_size": True},
           zero(2) | {"auto_find_batch_size": True}),
-    fault("torch_compile", "ZR192", "keys", zero(3) | {"torch_compile": True}, zero(2) | {"torch_compile": True}),
     fault("monitor_package", "ZR192", "keys", zero(2, {"comet": {"enabled": True}}),
           zero(2, {"comet": {"enabled": False}})),
     fault("liger_package", "ZR192", "keys", {"use_liger_kernel": True}, {"use_liger_kernel": False}),

@@ -244,7 +244,7 @@ def _write_template(draft: Draft, name: str, parts: Mapping[str, Any], mask: str
 
 
 def _sharding(draft: Draft) -> None:
-    """An accelerate file for a ds_config that the other trainer brings, and for FSDP. Another is copied."""
+    """An accelerate file for FSDP, and for a ds_config that the other trainer brings. Another is copied."""
     named = draft.theirs.get("deepspeed")
     if not named:
         _fsdp(draft)
@@ -264,7 +264,7 @@ def _sharding(draft: Draft) -> None:
 
 
 def _is_strategy(path: Path, name: str) -> bool:
-    """Whether a file that has the name of a well-known one shards as that one does."""
+    """Whether it shards as the well-known file of its name."""
     config = DsConfig(read_json_mapping(path))
     return config.name == name and config.optimizer is None
 

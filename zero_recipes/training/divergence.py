@@ -70,7 +70,7 @@ class StopWithoutProgress(EarlyStoppingCallback):
         super().on_train_begin(args, state, control, **kwargs)
         carried = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self.early_stopping_patience_counter = carried["attributes"]["early_stopping_patience_counter"]
-        self._stop_if_due(state, control)  # an earlier run was killed between its last checkpoint and its end
+        self._stop_if_due(state, control)  # an earlier run was killed before its end
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         super().on_evaluate(args, state, control, metrics, **kwargs)
