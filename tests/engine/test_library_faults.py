@@ -60,7 +60,7 @@ def compiled(tmp_path, *more: str) -> list[str]:
 
 def test_stage_3_is_compiled_by_layers(one, tmp_path):
     argv = compiled(tmp_path)
-    result = one.run(cases.train_and_count_graphs, argv=argv, environment={})[0]
+    result = one.run(cases.train_and_count_graphs, argv=argv)[0]
     plain = one.run(cases.train, argv=[*argv[:-2], "--overwrite", "true"])[0]
     assert result["graphs"] > 1 and verify(tmp_path / "out.previous")
     for key in ("loss_history", "grad_norm_history"):

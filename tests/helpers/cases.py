@@ -73,12 +73,11 @@ def train_unchecked(argv: list[str]) -> dict:
         return train(argv)
 
 
-def train_and_count_graphs(argv: list[str], environment: dict[str, str]) -> dict:
+def train_and_count_graphs(argv: list[str]) -> dict:
     """`train_unchecked`, and how many graphs torch.compile has made."""
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
 
-    os.environ.update(environment)
     reset()  # of an earlier run in this process
     counters.clear()
     return train_unchecked(argv) | {"graphs": counters["stats"]["unique_graphs"]}

@@ -366,7 +366,7 @@ def compile_by_layers() -> None:
     """Have accelerate compile each decoder layer, not the model as a whole.
 
     At stage 3 a model that is compiled as a whole has released the LM head's weight when TRL's fused head (1.16,
-    kernels/chunked_logprob.py) reads it in the backward pass: "modified by an inplace operation".
+    kernels/chunked_logprob.py) reads it in the backward pass.
     """
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
 
