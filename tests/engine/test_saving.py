@@ -42,16 +42,23 @@ def test_model_and_samples_are_those_of_the_trained_one(trained, strategy):
 
 @pytest.mark.parametrize("strategy", [grid("ddp"), grid("zero2"), "zero3"])
 def test_the_best_model_is_the_one_that_is_saved(two, tmp_path, strategy):
-    """A learning rate that spoils the model: the first checkpoint is the best, and whole, its LM head included."""
-    keys = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    keys |= {"load_best_model_at_end": True, "learning_rate": 3.0, "warmup_steps": 2, "bf16": False}
+    """A learning rate that spoils the model: the run stops early, and the best checkpoint is what is saved."""
+    keys = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 9}
+    keys |= {
+        "load_best_model_at_end": True,
+        "early_stopping_patience": 2,
+        "learning_rate": 3.0,
+        "warmup_steps": 2,
+        "bf16": False,
+    }
     keys |= {"dataset_name": str(write_rows(tmp_path / "few", count=20))}
     path, out = write_recipe(tmp_path, save_model=True, **keys), tmp_path / "out"
     metrics = two.run(cases.train, argv=arguments(path, strategy, out))[0]["metrics"]
     losses = [evaluation["loss"] for evaluation in metrics["eval_history"]]
     best = losses.index(min(losses)) + 1
-    assert best < 3, losses
-    folders = (out, out / f"checkpoint-{best}", out / "checkpoint-3")
+    assert len(losses) == best + 2 < 9, losses
+    assert (metrics["best_step"], metrics["stopped_early_at"]) == (best, len(losses)) and metrics["status"] == "ok"
+    folders = (out, out / f"checkpoint-{best}", out / f"checkpoint-{len(losses)}")
     ours, wanted, last = (load_file(folder / "model.safetensors") for folder in folders)
     assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
     assert not torch.equal(ours["embed_out.weight"], last["embed_out.weight"])

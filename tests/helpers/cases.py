@@ -73,6 +73,16 @@ def train_unchecked(argv: list[str]) -> dict:
         return train(argv)
 
 
+def train_and_count_graphs(argv: list[str]) -> dict:
+    """`train_unchecked`, and how many graphs torch.compile has made."""
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    reset()  # of an earlier run in this process
+    counters.clear()
+    return train_unchecked(argv) | {"graphs": counters["stats"]["unique_graphs"]}
+
+
 def engine_config(argv: list[str]) -> dict:
     """The configuration that the DeepSpeed engine of a finished run was built from."""
     return json.loads(json.dumps(run_sft.train(run_sft.read_run(argv)).model_wrapped.config, default=str))

@@ -214,7 +214,9 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}
 FACTORED = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}
 WRAPPED = "fsdp: true\nfsdp_config:\n  auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  transformer_layer_cls_to_wrap:"
-BEST = "load_best_model_at_end: true\nsave_strategy: steps\neval_strategy: steps"
+BEST = "load_best_model_at_end: true\nsave_strategy: best\neval_strategy: steps"
+KEEPS_BEST = {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"}
+KEEPS_BEST |= {"save_steps": 2, "eval_steps": 2}
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_drop_last": True, "max_length": 128}
 
@@ -398,12 +400,13 @@ FAULTS = [
     # what stops a run once the weights are loaded
     fault("save_steps", "ZR192", "keys", {"save_strategy": "steps", "save_steps": 0}, {"save_strategy": "epoch"}),
     fault("eval_on_start", "ZR192", "keys", {"eval_on_start": True}, {"eval_on_start": True, "eval_strategy": "steps"}),
+    fault("early_stopping", "ZR192", "keys", {"early_stopping_patience": 2},
+          KEEPS_BEST | {"early_stopping_patience": 2}),
     fault("push_to_hub", "ZR192", "keys", {"push_to_hub": True}, {"push_to_hub": False}),
     fault("best_of_models_only", "ZR192", "keys", zero(2) | {"save_only_model": True, "load_best_model_at_end": True},
           {"save_only_model": True, "load_best_model_at_end": True}),
     fault("auto_find_batch_size", "ZR192", "keys", zero(3) | {"auto_find_batch_size": True},
           zero(2) | {"auto_find_batch_size": True}),
-    fault("torch_compile", "ZR192", "keys", zero(3) | {"torch_compile": True}, zero(2) | {"torch_compile": True}),
     fault("monitor_package", "ZR192", "keys", zero(2, {"comet": {"enabled": True}}),
           zero(2, {"comet": {"enabled": False}})),
     fault("liger_package", "ZR192", "keys", {"use_liger_kernel": True}, {"use_liger_kernel": False}),
@@ -470,6 +473,9 @@ FAULTS = [
           {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}),
     # what makes a run another one than its recipe says
     fault("hub_strategy", "ZR193", "keys", {"push_to_hub": True, "hub_strategy": "checkpoint"}, {"push_to_hub": False}),
+    fault("best_between_saves", "ZR193", "keys", KEEPS_BEST | {"save_steps": 4},
+          KEEPS_BEST | {"save_strategy": "best"}),
+    fault("early_stopping_threshold", "ZR193", "keys", {"early_stopping_threshold": 0.1}, {}),
     fault("jit_checkpoint", "ZR193", "keys", {"enable_jit_checkpoint": True}, {}),
     fault("even_batches", "ZR193", "keys", {"accelerator_config": {"even_batches": False}}, {}),
     fault("dispatch_batches", "ZR192", "keys", {"accelerator_config": {"dispatch_batches": True}},

@@ -9,13 +9,13 @@ from transformers import AutoTokenizer
 
 from tests.helpers.bad_data import BASE, ON_CPU, lines
 from zero_recipes.config import keys
-from zero_recipes.config.accelerate import LAUNCH_KEYS
+from zero_recipes.config.accelerate import LAUNCH_KEYS, config_files
 from zero_recipes.config.recipe import parse_recipe, read_recipe_file, trl_arguments
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows
 from zero_recipes.tools import main as cli
-from zero_recipes.tools.import_config import table, translated
+from zero_recipes.tools.import_config import REMARKS, table, translated
 
 TURNS = [("Say 1.", "Word 1."), ("Name a fish.", "The red fish hums.")]
 SHAREGPT = {
@@ -25,6 +25,11 @@ ALPACA = {"instruction": "Say 1.", "input": "Now.", "output": "Word 1."}
 AXOLOTL = "base_model: MODEL\nlearning_rate: 1e-4\nsequence_len: 256\nbf16: false\ndatasets:\n  - path: rows.jsonl\n"
 FACTORY = "model_name_or_path: MODEL\nstage: sft\ndataset: mine\ndataset_dir: .\ncutoff_len: 256\nbf16: false\n"
 CHAT = "    type: chat_template\n    field_messages: conversations\nchat_template: "
+FORMAT = """    type:
+      format: "[INST] {instruction}\\n{input} [/INST]"
+      no_input_format: "[INST] {instruction} [/INST]"
+      system_format: "{system}\\n"
+"""
 LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>"
 CHATML = "<|im_start|>{}\n{}<|im_end|>\n"
 DEEPSEEK = "<｜User｜>{}<｜Assistant｜>{}<｜end▁of▁sentence｜>"
@@ -59,6 +64,10 @@ CASES = {
     "axolotl deepseek_v2": (AXOLOTL + CHAT + "deepseek_v2\n", SHAREGPT,
         "<|endoftext|>" + "".join(DEEPSEEK.format(*turn) for turn in TURNS),
         f"Word 1.{DEEPSEEK[-19:]}The red fish hums.{DEEPSEEK[-19:]}"),
+    "axolotl format": (AXOLOTL + FORMAT, ALPACA | {"system": "Be short."},
+        "Be short.\n[INST] Say 1.\nNow. [/INST]Word 1.<|endoftext|>", "Word 1.<|endoftext|>"),
+    "axolotl format, all": (AXOLOTL + FORMAT + "train_on_inputs: true\n", ALPACA, None,
+        "[INST] Say 1.\nNow. [/INST]Word 1.<|endoftext|>"),
     "axolotl qwen3": (AXOLOTL + CHAT + "qwen3\n", SHAREGPT,
         written(CHATML, TURNS).replace("The red", "<think>\n\n</think>\n\nThe red"),
         "Word 1.<|im_end|>The red fish hums.<|im_end|>"),
@@ -140,7 +149,9 @@ def test_every_key_of_a_table_is_a_key_of_a_recipe(source):
         assert row.keys() & {"to", "values", "note", "loses", "changes", "code", "within"}, row
         used |= {row["to"]} if "to" in row else {*row.get("within", {})}
         used |= {key for values in [*row.get("values", {}).values(), row.get("sets", {})] for key in values}
+    used -= REMARKS
     assert used <= known, used - known
+    assert {row["strategy"] for row in table(source)["deepspeed"].values()} <= config_files().keys()
 
 
 def test_keys_of_axolotl_that_stand_in_blocks_and_its_defaults(drafted):
@@ -154,9 +165,9 @@ def test_keys_of_axolotl_that_stand_in_blocks_and_its_defaults(drafted):
     assert drafted(text + "load_in_8bit: true\n")[1]["accelerate_config"] == "zero2.yaml"
 
 
-def rendered(draft, messages):
+def rendered(draft, messages, **tokens):
     text = re.sub("{%-? (end)?generation %}", "", draft.files[draft.at.with_suffix(".jinja")])
-    return Template(text).render(messages=messages, raise_exception={}.__getitem__)
+    return Template(text).render(messages=messages, raise_exception={}.__getitem__, **tokens)
 
 
 def test_loraplus_has_the_weight_decay_of_the_other_trainer(drafted):
@@ -201,6 +212,60 @@ def test_adapters_become_a_configuration_of_peft(drafted, file, keys):
     assert recipe["use_peft"] and recipe["lora_target_modules"] == ["all-linear"]
     assert "lora_r" not in recipe
     assert [*drafted(FACTORY + "template: llama3\npissa_init: true\n")[0].changes] == ["pissa_init"]
+
+
+def test_the_deepspeed_files_of_other_trainers_are_strategies(drafted, tmp_path):
+    """Whether they are there or not. One that was changed is copied, and what is none of them is named."""
+    text = AXOLOTL + "    type: alpaca\ndeepspeed: deepspeed_configs/zero2.json\n"
+    draft, recipe = drafted(text)
+    assert recipe["accelerate_config"] == "zero2_offload.yaml" and "deepspeed" in draft.note and not draft.files
+    theirs = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    (tmp_path / "deepspeed_configs").mkdir()
+    (tmp_path / "deepspeed_configs" / "zero2.json").write_text(json.dumps(theirs))
+    assert drafted(text)[1]["accelerate_config"] == "zero2_offload.yaml"
+    (tmp_path / "deepspeed_configs" / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    draft, recipe = drafted(text)
+    assert recipe["deepspeed"] == str(tmp_path / "zero2.json") and "accelerate_config" not in recipe
+    assert "none of zero-recipes' strategies" in draft.note["deepspeed"]
+    draft, recipe = drafted(FACTORY + "template: qwen\ndeepspeed: examples/deepspeed/ds_z3_offload_config.json\n")
+    assert recipe["accelerate_config"] == "zero3_offload.yaml" and not draft.loses
+    draft, recipe = drafted(FACTORY + "template: qwen\ndeepspeed: mine/own.json\n")
+    assert "mine/own.json was not found" in draft.loses["deepspeed"] and "accelerate_config" not in recipe
+
+
+def test_a_plugin_that_is_not_translated_is_named(drafted):
+    names = ["liger.LigerPlugin", "kernels.KernelsPlugin", "lm_eval.LMEvalPlugin", "grokfast.GrokfastPlugin"]
+    listed = "".join(f"  - axolotl.integrations.{name}\n" for name in names)
+    draft, recipe = drafted(AXOLOTL + f"    type: alpaca\nplugins:\n{listed}")
+    assert recipe["use_liger_kernel"] is True
+    assert [key.rpartition(".")[2] for key in draft.loses] == ["KernelsPlugin", "LMEvalPlugin"]
+    assert "grokfast.GrokfastPlugin" in draft.changes["plugins"]
+
+
+def test_early_stopping_has_a_checkpoint_for_each_evaluation(drafted):
+    keys = "eval_steps: 50\nsave_steps: 100\n"
+    axolotl = AXOLOTL + "    type: alpaca\nval_set_size: 0.1\nearly_stopping_patience: 2\n" + keys
+    factory = FACTORY + "template: qwen\nearly_stopping_steps: 2\nload_best_model_at_end: true\n" + keys
+    for theirs in (axolotl, factory):
+        draft, recipe = drafted(theirs)
+        assert not draft.changes and recipe["early_stopping_patience"] == 2
+        assert recipe["load_best_model_at_end"] is True and recipe["save_steps"] == recipe["eval_steps"] == 50
+    _, recipe = drafted(factory.replace("true", "false"))
+    assert recipe["save_steps"] == 100
+    assert "test_split_size" not in drafted(axolotl.replace("size: 0.1", "size: 0"))[1]
+
+
+@pytest.mark.parametrize("other", ["{instruction} {input}", "{instruction} {{}}", "no field"])
+def test_texts_around_an_instruction_that_no_template_can_write_are_refused(drafted, other):
+    form = "    type: {field_instruction: q, field_output: a, format: FORMAT, no_input_format: NONE}\n"
+    sound = form.replace("FORMAT", "'<{instruction}\n\n{input}>'").replace("NONE", "'<{instruction}>'")
+    draft, recipe = drafted(AXOLOTL + sound)
+    assert recipe["datasets"][0]["columns"] == {"instruction": "q", "output": "a"}
+    asked, answered = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    assert rendered(draft, [asked, answered], bos_token="<s>", eos_token="</s>") == "<s><Hi>Ho</s>"
+    assert rendered(draft, [asked], bos_token="</s>", eos_token="</s>") == "<Hi>"
+    bad = form.replace("FORMAT", f"'{other}'").replace("NONE", "'<{instruction}>'")
+    assert [*drafted(AXOLOTL + bad)[0].changes] == ["datasets"]
 
 
 @pytest.mark.parametrize(

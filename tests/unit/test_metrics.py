@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 from torch import distributed
+from transformers import TrainerControl, TrainerState
 
 from tests.helpers.ending_cases import strict
 from tests.helpers.report_runs import PARAMETERS, on_cpu
@@ -36,7 +37,7 @@ from zero_recipes.metrics.failure import (
 )
 from zero_recipes.metrics.probe import RankFigures, continued, percentile_90, steps_not_timed, summarise
 from zero_recipes.metrics.schema import FILE
-from zero_recipes.training.divergence import Diverged, StopAtDivergence
+from zero_recipes.training.divergence import Diverged, StopAtDivergence, StopWithoutProgress
 from zero_recipes.training.session import Session
 from zero_recipes.training.trainer import NotSaved
 
@@ -197,6 +198,33 @@ def test_as_many_steps_in_a_row_as_the_key_says_end_a_run(limit, precision, step
     ends = [end for end in range(limit, len(steps) + 1) if all(bad[end - limit : end])]
     ended, callback = run_through(limit, steps, precision)
     assert ended == (ends[0] if ends else len(steps)) and (callback.in_a_row >= limit) == bool(ends)
+
+
+def test_a_resumed_run_goes_on_counting_evaluations_without_progress():
+    """With this run's patience; from a checkpoint of a run without early stopping it begins to count."""
+    args = SimpleNamespace(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=False)
+    args.eval_strategy = "steps"
+
+    def stop_after(state: TrainerState, patience: int, losses: list[float]) -> int | None:
+        metrics, control = SimpleNamespace(stopped_early_at=None), TrainerControl()
+        callback = StopWithoutProgress(metrics, patience, 0.0)
+        callback.on_train_begin(args, state, control)
+        for loss in losses:
+            if control.should_training_stop:
+                break
+            state.global_step += 1
+            callback.on_evaluate(args, state, control, {"eval_loss": loss})
+            state.best_metric = min(loss, state.best_metric or loss)
+        state.stateful_callbacks["StopWithoutProgress"] = callback.state()  # as the Trainer does at a checkpoint
+        return metrics.stopped_early_at
+
+    fresh = TrainerState(max_steps=9, stateful_callbacks=[TrainerControl()])
+    assert stop_after(fresh, 3, [2.0, 2.1, 2.2]) is None
+    resumed = replace(fresh, stateful_callbacks=dict(fresh.stateful_callbacks))
+    assert stop_after(resumed, 3, [2.3, 2.4]) == 4
+    assert stop_after(resumed, 3, [2.5]) == 4, "it was killed before its end"
+    assert stop_after(resumed, 5, [2.6, 2.7]) == 6, "and now has more patience"
+    assert stop_after(TrainerState(max_steps=2), 1, [2.0, 2.1]) is None, "its last step"
 
 
 def test_weights_that_the_last_step_spoiled_are_not_saved():

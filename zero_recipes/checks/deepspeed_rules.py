@@ -54,7 +54,6 @@ def _stops(run: Run) -> dict[str, Any]:
     scatters = zero.get("reduce_scatter", True)
     divides = run.value("gradient_predivide_factor") not in (None, 1.0)
     scales = divides or ds.raw.get("prescale_gradients")
-    compiles = settings.torch_compile or settings.torch_compile_backend or settings.torch_compile_mode
     quantizes = ds.quantizes_weights or ds.quantizes_gradients
     hpz = ds.hpz_partition_size
     without_norm = zero.get("compute_grad_norm") is False
@@ -64,7 +63,6 @@ def _stops(run: Run) -> dict[str, Any]:
     return {
         "best_of_models_only": settings.save_only_model and settings.load_best_model_at_end,
         "auto_find_batch_size": at_3 and settings.auto_find_batch_size,
-        "torch_compile": at_3 and compiles,
         "quantized_communication_on_cpu": at_3 and on_cpu and quantizes,
         "quantized_sizes": at_3 and ds.quantizes_weights and not _divides_by_8(run),
         "hpz_partition": at_3 and isinstance(hpz, int) and run.world_size % min(hpz, run.world_size),

@@ -78,6 +78,7 @@ def stops_late(run: Run) -> dict[str, Any]:
     fsdp = run.strategy.is_fsdp
     quantized = settings.load_in_4bit or settings.load_in_8bit
     liger = settings.use_liger_kernel
+    stops_early = settings.early_stopping_patience is not None
     template = settings.chat_template_path
     packed = getattr(run.config, "quantization_config", None) or {}
     loading = _loading(settings)
@@ -85,6 +86,7 @@ def stops_late(run: Run) -> dict[str, Any]:
     return {
         "save_steps": settings.save_strategy == "steps" and settings.save_steps <= 0,
         "eval_on_start": settings.eval_on_start and not settings.evaluates,
+        "early_stopping": stops_early and not (settings.evaluates and settings.load_best_model_at_end),
         "push_to_hub": settings.push_to_hub
         and (constants.is_offline_mode() or not (settings.hub_token or get_token())),
         "liger_package": liger and importlib.util.find_spec("liger_kernel") is None,
@@ -113,10 +115,14 @@ def silent(run: Run) -> dict[str, Any]:
     """{name in options.yaml: whether the run would go on, and be another one than the recipe says}."""
     settings = run.settings
     streams = settings.dataset_streaming or settings.streaming
+    eval_steps = settings.eval_steps or settings.logging_steps
+    keeps_best = settings.load_best_model_at_end and settings.evaluates
     loads_uneven = _loading(settings).get("even_batches") is False
     return {
         "hub_strategy": settings.push_to_hub and settings.hub_strategy not in ("every_save", "end"),
         "jit_checkpoint": settings.enable_jit_checkpoint,
+        "best_between_saves": keeps_best and settings.save_strategy == "steps" and settings.save_steps != eval_steps,
+        "early_stopping_threshold": settings.early_stopping_threshold and settings.early_stopping_patience is None,
         "even_batches": loads_uneven and run.world_size > 1 and not settings.dataset_streaming,
         "stream_workers": streams and settings.dataloader_num_workers > 1,
         "eval_packing": settings.eval_packing and settings.evaluates and not settings.joined_by,

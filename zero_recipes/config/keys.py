@@ -48,6 +48,8 @@ class RecipeArguments:
     save_model: bool = True
     save_on_signal: bool = True
     stop_after_nonfinite_steps: int = 3
+    early_stopping_patience: int | None = None
+    early_stopping_threshold: float = 0.0
     token_metrics: str = "logging_steps"
     supervised_logits_only: bool = False
     cudnn_attention: bool = False

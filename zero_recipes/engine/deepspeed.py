@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from zero_recipes.core.files import package_yaml
 from zero_recipes.engine.fsdp import local, whole_gradients
 
 # bytes of model states: memory that is kept alive (docs/metrics.md)
 
 STATE_PARTS = ("params", "grads", "optimizer")
+TABLES = package_yaml(__package__, "tables.yaml")
 
 
 class Layout(NamedTuple):
@@ -32,26 +34,7 @@ class Layout(NamedTuple):
     masters: list[str]  # in fp32
 
 
-# zero/stage_1_and_2.py, zero/stage3.py, fp16/, bf16_optimizer.py
-_LAYOUTS = {
-    "DeepSpeedZeroOptimizer": Layout(
-        ["bit16_groups_flat"],
-        ["averaged_gradients", "all_grad_tensors"],  # views over micro steps
-        ["single_partition_of_fp32_groups"],
-    ),
-    "DeepSpeedZeroOptimizer_Stage3": Layout(
-        [],
-        ["averaged_gradients", "grad_partitions_flat_buffer"],
-        ["fp32_partitioned_groups_flat"],
-    ),
-    "FP16_Optimizer": Layout([], [], ["fp32_groups_flat"]),
-    "FP16_UnfusedOptimizer": Layout([], [], ["fp32_groups"]),
-    "BF16_Optimizer": Layout(
-        ["bf16_groups_flat"],
-        ["fp32_groups_gradients_flat"],
-        ["fp32_groups_flat_partition"],
-    ),
-}
+_LAYOUTS = {name: Layout(*row) for name, row in TABLES["layouts"].items()}
 
 
 def _layout(optimizer: Any) -> Layout:
@@ -393,23 +376,7 @@ def refresh_weights(optimizer) -> None:
 
 # collectives
 
-# methods of DeepSpeed's backend (0.19.8, comm/torch.py; its decorators hide their signatures):
-# the collective, the argument with the full tensor, all arguments in order
-COLLECTIVES = {
-    "all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
-    "inference_all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
-    "all_reduce_coalesced": ("all_reduce", "tensors", ("tensors", "op", "group")),
-    "all_gather": ("all_gather", "tensor_list", ("tensor_list", "tensor", "group")),
-    "all_gather_into_tensor": ("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
-    "all_gather_base": ("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
-    "all_gather_coalesced": ("all_gather", "output_tensors", ("output_tensors", "input_tensors", "group")),
-    "reduce_scatter": ("reduce_scatter", "input_list", ("output", "input_list", "op", "group")),
-    "reduce_scatter_tensor": ("reduce_scatter", "input_tensor", ("output_tensor", "input_tensor", "op", "group")),
-    "all_to_all": ("all_to_all", "input_tensor_list", ("output_tensor_list", "input_tensor_list", "group")),
-    "all_to_all_single": ("all_to_all", "input", ("output", "input", "output_splits", "input_splits", "group")),
-    "reduce": ("reduce", "tensor", ("tensor", "dst", "op", "group")),
-    "broadcast": ("broadcast", "tensor", ("tensor", "src", "group")),
-}
+COLLECTIVES = TABLES["collectives"]
 
 
 def communication_backend():

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from unittest.mock import patch
@@ -359,6 +360,15 @@ def score_supervised_positions_only(wanted: bool) -> None:
 
     _use_triton.unpatched = unpatched
     utils._use_triton = _use_triton
+
+
+def compile_by_layers() -> None:
+    """Have accelerate compile each decoder layer, not the model as a whole.
+
+    At stage 3 a model that is compiled as a whole has released the LM head's weight when TRL's fused head (1.16,
+    kernels/chunked_logprob.py) reads it in the backward pass.
+    """
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
 
 
 def let_inputs_have_gradients(model: PreTrainedModel, settings: Settings) -> None:

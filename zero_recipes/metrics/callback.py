@@ -98,6 +98,8 @@ class StageMetricsCallback(TrainerCallback):
         self.first_step = 1  # of loss_history
         self.resumed_at: list[int] = []
         self.exact_master_weights: bool | None = None  # ZeroSFTTrainer knows it
+        self.stopped_early_at: int | None = None  # step; StopWithoutProgress knows it
+        self.best_step: int | None = None
 
     # called by ZeroSFTTrainer
 
@@ -288,6 +290,8 @@ class StageMetricsCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.end_steps()
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self.best_step = state.best_global_step
         if self.ends_with_training:
             self.write()
             self.clock.count_outside_as(None)
@@ -364,6 +368,8 @@ class StageMetricsCallback(TrainerCallback):
             first_step=self.first_step,
             resumed_at=self.resumed_at,
             exact_master_weights=self.exact_master_weights,
+            stopped_early_at=self.stopped_early_at,
+            best_step=self.best_step,
             grad_norm_history=self.grad_norms,
             eval_history=self.evaluations,
             predicted=self.predicted,

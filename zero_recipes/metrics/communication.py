@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 - to
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.process import local_world_size
-from zero_recipes.engine.deepspeed import COLLECTIVES, communication_backend
+from zero_recipes.engine.deepspeed import COLLECTIVES, TABLES, communication_backend
 
 Bytes = Counter[str]  # by collective
 
@@ -27,26 +27,11 @@ def _size(tensors) -> int:
     return sum(map(_size, tensors))
 
 
-# operators (torch/csrc/distributed/c10d/Ops.cpp, Functional.cpp): the collective, which argument is the full tensor
-_OPERATORS = {
-    "c10d::_allgather_base_": ("all_gather", 0),  # output, input
-    "c10d::allgather_": ("all_gather", 0),  # output lists, inputs
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),  # output, input
-    "c10d::allreduce_": ("all_reduce", 0),
-    "c10d::broadcast_": ("broadcast", 0),
-    "c10d::alltoall_base_": ("all_to_all", 1),
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),  # input, ranks
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
-    "_c10d_functional::all_reduce": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_": ("all_reduce", 0),
-}
-
-
 class CountCollectives(TorchDispatchMode):
     """Adds up bytes of the full tensors while it is in force; autograd's threads are counted too.
 
     Private: TorchDispatchMode and the names of torch's operators of collectives (torch 2.13, utils/_python_dispatch.py
-    and _OPERATORS above). CommDebugMode, which is public, counts calls and no bytes.
+    and `operators` in engine/tables.yaml). CommDebugMode, which is public, counts calls and no bytes.
     """
 
     def __init__(self):
@@ -56,8 +41,9 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own collectives come by below, on plain tensors
-        if func.name() in _OPERATORS:
-            collective, full = _OPERATORS[func.name()]
+        operators = TABLES["operators"]
+        if func.name() in operators:
+            collective, full = operators[func.name()]
             size = _size(args[full])
             if func.name() == "_c10d_functional::all_gather_into_tensor":
                 size *= args[1]

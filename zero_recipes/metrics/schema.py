@@ -244,6 +244,8 @@ class Metrics(Measurements, RunIdentity, RunStatus):
     first_step: int = 1
     resumed_at: list[int] = []
     exact_master_weights: bool | None = None
+    stopped_early_at: Count | None = None
+    best_step: Count | None = None
     grad_norm_history: list[Number] | None = None
     eval_history: list[Evaluation] | None = None
     predicted: PredictedMetrics | None = None

@@ -15,11 +15,13 @@ from typing import Any
 
 import yaml
 
+from zero_recipes.config.ds_config import DsConfig, read_json_mapping
 from zero_recipes.config.keys import FORMATS
 from zero_recipes.core.files import package_yaml, write_text
 from zero_recipes.core.findings import finding, library_error_as_finding, raise_errors, refusal
 
 FIRST = {"model_name_or_path": 0, "datasets": 1}  # of a recipe's keys
+REMARKS = {"note", "loses", "changes"}
 
 
 def table(name: str) -> dict[str, Any]:
@@ -77,6 +79,9 @@ def import_(arguments: argparse.Namespace) -> int:
     print(*draft.remarks(), sep="\n")
     write_new({recipe: draft.text()} | draft.files)
     print(f"zero-recipes check {recipe} --data")
+    file, _ = draft.recipe.get("accelerate_config", (None, ""))
+    if file:
+        print(f"zero-recipes train {recipe} --config_file {file}")
     return 0
 
 
@@ -103,6 +108,10 @@ def translated(path: Path, recipe: Path) -> Draft:
     for key in sorted(draft.theirs.keys() - known["keys"]):
         _translate(draft, key)
 
+    keeps_best, _ = draft.recipe.get("load_best_model_at_end", (False, ""))
+    eval_steps, _ = draft.recipe.get("eval_steps", (None, ""))
+    if keeps_best and eval_steps:
+        draft.put("any evaluation may be the best", save_steps=eval_steps)
     names, why = draft.recipe.get("lora_target_modules", ([], ""))
     if len(names) > 1 and "all-linear" in names:  # PEFT knows it alone, and TRL has no adapter on the LM head
         draft.changes[why] = "LoRA on all linear layers and on others"
@@ -147,7 +156,8 @@ def _translate(draft: Draft, key: str) -> None:
     if value is None:
         value = row.get("default")
         why = f"{draft.source}'s default"
-    if value is None or not _applies(draft, row):
+    is_unset = value is None or (row.get("zero_is_unset") and not value)
+    if is_unset or not _applies(draft, row):
         return
 
     if "only" in row:
@@ -165,8 +175,12 @@ def _translate(draft: Draft, key: str) -> None:
         draft.put(why, **{outer: {inner: value}}, **row["sets"])
 
     if value not in (False, 0, "", [], {}):
-        for kind in {"note", "loses", "changes"} & row.keys():
-            getattr(draft, kind)[key] = row[kind]
+        _remark(draft, key, row)
+
+
+def _remark(draft: Draft, key: str, row: Mapping[str, Any]) -> None:
+    for kind in REMARKS & row.keys():
+        getattr(draft, kind)[key] = row[kind]
 
 
 def _row_of(draft: Draft, key: str) -> Mapping[str, Any]:
@@ -179,7 +193,9 @@ def _row_of(draft: Draft, key: str) -> Mapping[str, Any]:
 
 
 def _applies(draft: Draft, row: Mapping[str, Any]) -> bool:
-    """Whether the key that this one `needs` is set, to one `of` the values if named."""
+    """Whether the key that this one `needs` is set, to one `of` the values if named, and the one in `unless` is not."""
+    if draft.theirs.get(row.get("unless")):
+        return False
     if "needs" not in row:
         return True
     other = table(draft.source)["keys"].get(row["needs"])
@@ -192,7 +208,9 @@ def _put_by_value(draft: Draft, key: str, value: Any, why: str, values: Mapping[
     for one in value if isinstance(value, list) else [value]:
         name = str(one).lower() if isinstance(one, bool) else one
         if name in values:
-            draft.put(why, **values[name])
+            row = values[name]
+            _remark(draft, f"{key}: {name}", row)
+            draft.put(why, **{new: text for new, text in row.items() if new not in REMARKS})
         else:
             draft.changes[key] = f"the value {one!r} is not supported"
 
@@ -205,34 +223,50 @@ def _template(draft: Draft, name: str | None, mask: str) -> None:
     draft.put(f"loss, {draft.source}", assistant_only_loss=True, assistant_mask=mask)
     if name in (None, "tokenizer_default"):
         return
+    parts = table("templates")[draft.source].get(name)
+    if parts is None:
+        draft.changes["template"] = f"the template {name!r} is not supported"
+    else:
+        _write_template(draft, name, parts, mask)
+
+
+def _write_template(draft: Draft, name: str, parts: Mapping[str, Any], mask: str) -> None:
     templates = table("templates")
-    parts = templates[draft.source].get(name, {})
     file = draft.at.with_suffix(".jinja")
     if "trl" in parts:
         carried = resources.files("trl").joinpath("chat_templates", f"{parts['trl']}.jinja")
         draft.files[file] = carried.read_text()
-    elif parts:
+    else:
         values = templates["parts"] | parts | {"strict": mask == "turn"}
         lines = [f"{{%- set {key} = {json.dumps(value)} %}}\n" for key, value in values.items()]
         draft.files[file] = "".join(lines) + templates["body"]
-    else:
-        draft.changes["template"] = f"the template {name!r} is not supported"
     draft.put(f"template {name}", chat_template_path=str(file), **parts.get("sets", {}))
 
 
 def _sharding(draft: Draft) -> None:
-    """A ds_config beside the recipe; for FSDP an accelerate file."""
+    """An accelerate file for FSDP, and for a ds_config that the other trainer brings. Another is copied."""
     named = draft.theirs.get("deepspeed")
     if not named:
         _fsdp(draft)
         return
     found = _upwards(draft.path, named)
-    if found is None:
+    row = table(draft.source)["deepspeed"].get(Path(named).name)
+    if row is not None and (found is None or _is_strategy(found, row["strategy"])):
+        _remark(draft, "deepspeed", row)
+        draft.put("deepspeed", accelerate_config=f"{row['strategy']}.yaml")
+    elif found is None:
         draft.loses["deepspeed"] = f"{named} was not found; zero-recipes plan recommends a strategy"
-        return
-    copy = draft.at.with_name(found.name)
-    draft.files[copy] = found.read_text(encoding="utf-8")
-    draft.put("deepspeed", deepspeed=str(copy))
+    else:
+        copy = draft.at.with_name(found.name)
+        draft.note["deepspeed"] = f"{named} is copied: it is none of zero-recipes' strategies"
+        draft.files[copy] = found.read_text(encoding="utf-8")
+        draft.put("deepspeed", deepspeed=str(copy))
+
+
+def _is_strategy(path: Path, name: str) -> bool:
+    """Whether it shards as the well-known file of its name."""
+    config = DsConfig(read_json_mapping(path))
+    return config.name == name and config.optimizer is None
 
 
 def _fsdp(draft: Draft) -> None:
@@ -287,13 +321,19 @@ def _axolotl_data(draft: Draft) -> None:
     known = table("axolotl")
     sets = theirs.get("datasets") or []
     kinds = {str(one.get("type")) for one in sets}
+    form = sets[0].get("type") if sets else None
+    own_columns = {}
     supported = len(kinds) <= 1 and kinds <= {"alpaca", "chat_template", "completion"}
+    if len(kinds) == 1 and isinstance(form, dict):
+        form = known["format"] | form
+        own_columns = {new: form.get(old) for new, old in known["columns"].items()}
+        supported = _axolotl_format(draft, form)
     entries = []
     for one in sets:
         odd = [key for key in one if key not in known["read"] and one[key] not in (None, known["usual"].get(key))]
         if odd or not supported:
             draft.changes["datasets"] = f"type {', '.join(sorted(kinds))}, {odd or 'in this form'}, is not supported"
-        columns = {"messages": one.get("field_messages")}
+        columns = own_columns or {"messages": one.get("field_messages")}
         if kinds == {"completion"}:
             columns = {"text": one.get("field")}
         entries.append(_entry(one["path"], columns, one))
@@ -307,6 +347,25 @@ def _axolotl_data(draft: Draft) -> None:
             draft.note["eot_tokens"] = "the end of a turn is supervised; in axolotl only if it is the eos_token"
         if theirs.get("train_on_inputs"):
             draft.changes["train_on_inputs"] = "the text of all roles is supervised, without the template's own tokens"
+
+
+def _axolotl_format(draft: Draft, form: Mapping[str, str]) -> bool:
+    """The texts around an instruction, as a chat template. False if no template writes the same."""
+    words = form["no_input_format"]
+    head, instruction, tail = words.partition("{instruction}")
+    before, _, after = form["system_format"].partition("{system}")
+    joins_input = form["format"] in (words, words.replace(instruction, f"{instruction}\n{{input}}"))
+    if not (joins_input and instruction) or set("{}") & set(head + tail + before + after):
+        return False
+    parts = table("templates")["around"] | {"system": form["system_prompt"]}
+    parts["heads"] = {"system": before, "user": head, "assistant": ""}
+    parts["ends"] = {"system": after, "user": tail, "assistant": ""}
+    _template(draft, None, "answer")
+    _write_template(draft, "of `format`", parts, "answer")
+    draft.note |= table("axolotl")["format_notes"]
+    if draft.theirs.get("train_on_inputs"):
+        draft.put("train_on_inputs", assistant_only_loss=False, completion_only_loss=False)
+    return True
 
 
 def _axolotl_interval(draft: Draft, verb: str, usual: str) -> None:

@@ -46,6 +46,7 @@ RECOMPUTES = "activation_checkpointing"
 ONLY_MEASURED = (
     "--eval_strategy=no",
     "--load_best_model_at_end=false",
+    "--early_stopping_patience=null",
     "--sample_prompts=0",
     "--skip_plan=true",
     "--push_to_hub=false",

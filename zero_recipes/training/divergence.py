@@ -1,11 +1,11 @@
-"""A loss or gradient norm that is not finite: printed at once, and the end of the run where it stays so."""
+"""What ends a run before its last step: figures that are not finite, and evaluations without progress."""
 
 import math
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from zero_recipes.core.findings import RunFailed
 from zero_recipes.core.process import say
@@ -53,6 +53,37 @@ class StopAtDivergence(TrainerCallback):
     def on_train_end(self, args, state, control, model=None, **kwargs):
         if self.in_a_row or has_nonfinite_weights(model):
             raise Diverged(self.first or f"the weights are not finite after step {state.global_step}")
+
+
+class StopWithoutProgress(EarlyStoppingCallback):
+    """transformers', whose count goes on in a resumed run under this run's patience.
+
+    transformers 5.23 restores neither or both (trainer.py `_load_callback_state`), and saves no checkpoint where the
+    one before it had no such count (`_save_checkpoint`, a KeyError).
+    """
+
+    def __init__(self, metrics: StageMetricsCallback, patience: int, threshold: float):
+        super().__init__(patience, threshold)
+        self.metrics = metrics
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        carried = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        self.early_stopping_patience_counter = carried["attributes"]["early_stopping_patience_counter"]
+        self._stop_if_due(state, control)  # an earlier run was killed before its end
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        super().on_evaluate(args, state, control, metrics, **kwargs)
+        self._stop_if_due(state, control)
+
+    def _stop_if_due(self, state, control) -> None:
+        if self.early_stopping_patience_counter < self.early_stopping_patience:
+            return
+        control.should_training_stop = True
+        if state.global_step < state.max_steps:
+            self.metrics.stopped_early_at = state.global_step
+            count = self.early_stopping_patience_counter
+            say(f"stopped early at step {state.global_step}: {count} evaluations in a row did not improve")
 
 
 def not_finite(metrics: StageMetricsCallback) -> list[str]:

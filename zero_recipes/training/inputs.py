@@ -71,6 +71,8 @@ def _set_up_libraries(run: Run, arguments: SFTConfig) -> None:
         arguments.logging_nan_inf_filter = False  # it waits for the loss of each micro batch
     patches.patch_libraries(run.strategy, settings.ddp_timeout)
     patches.score_supervised_positions_only(settings.supervised_logits_only)
+    if arguments.torch_compile and run.stage == 3:
+        patches.compile_by_layers()
     attention.allow_cudnn(run.device, settings.cudnn_attention)
     packs = settings.joined_by is not None and not settings.torch_compile
     by_row = packs and attention.has_row_kernel(run.device, run.precision)

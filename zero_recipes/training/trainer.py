@@ -43,7 +43,13 @@ from zero_recipes.metrics.scores import load_metrics
 from zero_recipes.model import loaded_values
 from zero_recipes.training import answers
 from zero_recipes.training.card import write_card
-from zero_recipes.training.divergence import Diverged, StopAtDivergence, has_nonfinite_weights, not_finite
+from zero_recipes.training.divergence import (
+    Diverged,
+    StopAtDivergence,
+    StopWithoutProgress,
+    has_nonfinite_weights,
+    not_finite,
+)
 from zero_recipes.training.inputs import Inputs
 from zero_recipes.training.signals import CutShort, Signals
 from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, TokenWeights, begin_epoch, loss_of_a_part
@@ -167,13 +173,17 @@ class ZeroSFTTrainer(SFTTrainer):
             loaded_values=functools.partial(loaded_values, config=inputs.config, settings=settings),
             building=functools.partial(rows_are_cut, inputs.arguments),
         )
+        callbacks = [metrics, StopAtDivergence(metrics, settings.stop_after_nonfinite_steps)]
+        patience = settings.early_stopping_patience
+        if patience is not None:
+            callbacks.append(StopWithoutProgress(metrics, patience, settings.early_stopping_threshold))
         return cls(
             model=model,
             args=inputs.arguments,
             train_dataset=inputs.data.train,
             eval_dataset=inputs.data.evaluation,
             processing_class=inputs.data.tokenizer,
-            callbacks=[metrics, StopAtDivergence(metrics, settings.stop_after_nonfinite_steps)],
+            callbacks=callbacks,
             peft_config=inputs.peft_config,
             extras=extras,
         )
@@ -318,7 +328,7 @@ class ZeroSFTTrainer(SFTTrainer):
     def _run_epoch(self, *arguments, epoch: int, **keywords) -> None:
         """Nothing where no step is left. transformers 5.23, trainer.py `_run_epoch` looks at max_steps after a step
         only: a run resumed from its last step within an epoch takes one more, past the schedule."""
-        if self.state.global_step >= self.state.max_steps:
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             self._evaluate_if_due()
             self.control.should_training_stop = True
             return
