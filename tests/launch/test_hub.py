@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.helpers import ending_cases
 from tests.helpers.tiny import arguments, write_recipe
 from tests.unit.test_metrics import OK_ROW
+from zero_recipes.tools import main as cli
 from zero_recipes.tools.verify import verify
 from zero_recipes.training import card
 
@@ -90,7 +91,7 @@ def test_a_hub_that_never_answers_ends_a_push_and_a_full_model_has_a_card(hub, t
     assert "![Loss by step](loss.png)" in pushed.text and hub.files["loss.png"].startswith(b"\x89PNG")
 
 
-def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, two, tmp_path):
+def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, two, tmp_path, monkeypatch):
     recipe = write_recipe(
         tmp_path, save_model=True, push_to_hub=True, hub_model_id="me/taught", hub_token="hf_secret", use_peft=True,
         lora_r=4, lora_target_modules=["query_key_value", "dense"], sample_prompts=2, sample_max_new_tokens=2,
@@ -105,7 +106,8 @@ def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, two, tmp_path):
     assert hub.created == ["taught"] and not hub.files
 
     hub.refuses = False
-    card.push(out, "me/taught", "x")
+    monkeypatch.setenv("HF_TOKEN", "x")
+    assert cli.main(["push", str(out), "--hub_model_id", "me/taught"]) == 0
     assert {"README.md", "adapter_model.safetensors", "adapter_config.json", "metrics.json"} < hub.files.keys()
     assert not [name for name in hub.files if name.startswith(("checkpoint-", "training_args", "failure"))]
     for name, content in hub.files.items():

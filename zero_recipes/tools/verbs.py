@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from zero_recipes.core.findings import REFUSED, described, table
+from zero_recipes.core.findings import REFUSED, described, library_error_as_finding, refusal, table
 from zero_recipes.core.tables import working
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
@@ -72,6 +72,19 @@ def verify(arguments: argparse.Namespace) -> int:
     found = verify(arguments.folder, arguments.deep, arguments.trust_remote_code)
     counts = "{tensors} tensors, {parameters:,} parameters, {bytes:,} bytes".format_map(found)
     print(f"{arguments.folder}: complete, {counts}")
+    return 0
+
+
+def push(arguments: argparse.Namespace) -> int:
+    from huggingface_hub import create_repo
+
+    from zero_recipes.training import card
+
+    if not (arguments.folder / "metrics.json").is_file():
+        raise refusal("ZR901", folder=arguments.folder)
+    with library_error_as_finding(f"creating {arguments.hub_model_id} on the hub"):
+        repo = create_repo(arguments.hub_model_id, private=arguments.private or None, exist_ok=True).repo_id
+    print(f"pushed: {card.push(arguments.folder, repo)}")
     return 0
 
 

@@ -194,8 +194,8 @@ def push(folder: Path, repo: str, token: str | None = None, revision: str | None
         return hub(token).create_commit(repo, operations, commit_message=message, revision=revision).commit_url
     except Exception as error:  # of huggingface_hub and the network, of many kinds
         raise NotPushed(
-            f"{folder} is saved, but was not pushed to {repo}: {first_line(error)}. To "
-            f"push the model: hf upload {repo} {folder} --exclude 'checkpoint-*' --exclude '*.bin' --exclude '*.yaml'"
+            f"{folder} is saved, but was not pushed to {repo}: {first_line(error)}. "
+            f"To push it again: zero-recipes push {folder} --hub_model_id {repo}"
         ) from error
 
 
