@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
 
 from tests.helpers import cases
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, llama_config
 from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.recipe import read_recipe_file
@@ -99,7 +100,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [name if "axolotl" in name else grid(name) for name in FILES])
 def test_an_imported_recipe_trains(one, tmp_path, monkeypatch, capsys, name):
     theirs, row, family, wanted = FILES[name]
     monkeypatch.chdir(tmp_path)

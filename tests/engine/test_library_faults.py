@@ -58,6 +58,7 @@ def compiled(tmp_path, *more: str) -> list[str]:
     return [*arguments(recipe, "zero3", tmp_path / "out"), "--torch_compile_backend", "aot_eager", *more]
 
 
+@pytest.mark.grid
 def test_stage_3_is_compiled_by_layers(one, tmp_path):
     argv = compiled(tmp_path)
     result = one.run(cases.train_and_count_graphs, argv=argv)[0]

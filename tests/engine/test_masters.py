@@ -61,7 +61,7 @@ def places() -> list:
     """Every stage; in every run those of code of their own, and one on random weights."""
     found = [("random", "zero3")]
     for strategy in STRATEGIES[1:]:
-        in_every_run = strategy in ("zero0", "zero2", "zero3_offload")
+        in_every_run = strategy in ("zero2", "zero3_offload")
         found.append(("fp16", strategy) if in_every_run else grid("fp16", strategy))
         if strategy != "zero3":
             found.append(grid("random", strategy))

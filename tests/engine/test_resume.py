@@ -27,8 +27,8 @@ SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
         ("zero2", True, LORA | PLUS),
         ("zero3", False, {}),
         grid("zero2_bf16_states", True, {}),
-        ("zero3_bf16_states", True, {}),
-        ("zero3", True, LORA | PLUS),
+        grid("zero3_bf16_states", True, {}),
+        grid("zero3", True, LORA | PLUS),
         grid("zero3_offload", True, LORA | PLUS),
         ("fsdp2", False, LORA | PLUS),
     ],
@@ -42,7 +42,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strat
     [
         # inside the second epoch, over its end
         grid(Shape("random", rows=27, micro=2, accumulation=2, killed=6, steps=9)),
-        Shape("lengths", rows=27, micro=2, accumulation=2, killed=9, steps=12),  # in the third epoch
+        grid(Shape("lengths", rows=27, micro=2, accumulation=2, killed=9, steps=12)),  # in the third epoch
         Shape("rebalance", rows=51, micro=2, accumulation=4, killed=6, steps=9, strategy="zero2"),
         Shape("packed stream", rows=21, micro=2, accumulation=2, killed=7, steps=9, strategy="zero2"),
         Shape("mixture", rows=19, micro=2, accumulation=2, killed=7, steps=10, world=1),

@@ -48,6 +48,7 @@ def test_shared_sequences_train_as_whole_ones(two, recipe, alone, tmp_path, stra
     assert found["communication_bytes_per_step"]["all_to_all"] > 0
 
 
+@pytest.mark.grid
 def test_two_groups_share_out_the_rows(four, recipe, alone, tmp_path):
     """Four processes, two sequences at a time: half the accumulation is the same step."""
     more = ["--sequence_parallel_size", "2", "--gradient_accumulation_steps", "2", *named("zero2")]

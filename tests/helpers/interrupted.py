@@ -51,8 +51,14 @@ def terminate(*_) -> None:
     signal.set_wakeup_fd(-1)
 
 
+def terminate_itself(*_) -> None:
+    if not terminated:
+        terminated.append(True)
+        signal.raise_signal(signal.SIGTERM)
+
+
 def sabotage(place: str, step: int) -> None:
-    """Let this rank end while it trains step `step` ("step", "terminate", "memory"), or while it saves after it."""
+    """Let this rank end in step `step` ("step", "terminate", "signal", "memory"), or while it saves after it."""
     import torch
 
     from zero_recipes.training import trainer as training
@@ -80,6 +86,7 @@ def sabotage(place: str, step: int) -> None:
         *{
             "step": (trainer, "training_step", die, trains),
             "terminate": (trainer, "training_step", terminate, trains),
+            "signal": (trainer, "training_step", terminate_itself, trains),
             "memory": (trainer, "training_step", fill_memory, trains),
             "begun": (trainer, "save_model", die),
             "weights": (trainer, "_save_optimizer_and_scheduler", die),

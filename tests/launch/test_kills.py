@@ -13,7 +13,7 @@ from tests.helpers import cases, checkpoint_cases, ending_cases
 from tests.helpers.group import CaseFailed
 from tests.helpers.interrupted import PLACES, RANK_0_ONLY
 from tests.helpers.resuming import resume_recipe
-from tests.helpers.seeded import count, draw
+from tests.helpers.seeded import count, draw, grid
 from tests.helpers.tiny import ROOT, arguments
 from tests.helpers.two_ranks import two_ranks
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
@@ -45,7 +45,9 @@ def assert_equal(group, folders: list[Path], step: int) -> None:
     assert (gaps["weights"], gaps["states"]) == (0.0, 0.0) and gaps["tensors"] > 40
 
 
-def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
+@pytest.mark.parametrize("launched", [False, grid(True)])
+def test_sigkill_inside_a_save_and_sigterm(two, tmp_path, launched):
+    """Of the launcher, or of a rank by itself."""
     recipe = resume_recipe(tmp_path, save_steps=2, save_total_limit=1)
     whole = two.run(cases.train, argv=arguments(recipe, "zero3", tmp_path / "whole"))[0]["metrics"]
     out = tmp_path / "out"
@@ -59,7 +61,12 @@ def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
     optimizer = sorted((out / "checkpoint-4").rglob("*rank_1*optim*"))
     assert optimizer and optimizer[0].stat().st_size > 0, "it was not killed inside the file"
 
-    code, said = launch("zero3", recipe, out, "terminate:0:6")
+    if launched:
+        code, said = launch("zero3", recipe, out, "terminate:0:6")
+    else:
+        extra = {"KILL": "signal:0:6"}
+        ranks = two_ranks(argv, tmp_path, extra, script="tests/helpers/interrupted.py")
+        code, said = ranks[1].returncode, ranks[0].stdout + ranks[0].stderr
     assert code == 75 and f"skipped: {out}/checkpoint-4 is incomplete" in said, said[-3000:]
     assert f"resuming from {out}/checkpoint-2" in said and f"deleted: {out}/checkpoint-4" in said
     assert "a signal ended the run; it is saved as" in said

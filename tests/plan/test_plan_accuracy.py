@@ -95,9 +95,7 @@ BOUND = 0.001  # of the peak
 # times that; Ulysses: what one attention swaps is not simulated; at stage 2, a cause that is not known
 LOOSER = {"Ulysses, stage 3": 5, "stage 2, checkpointing": 5, "stage 2, LoRA": 3}
 IN_EVERY_RUN = {
-    "neox": {case for case in CASES if case.startswith("stage 3") or "," not in case}
-    - {"stage 3, best model", "stage 3, evaluation", "stage 3, bf16 states", "stage 3, QLoRA", "stage 0", "stage 1"}
-    | {"stage 2, offload", "stage 2, autocast", "alone", "alone, QLoRA"},
+    "neox": {"stage 2", "stage 3", "packed", "stage 3, accumulation 2", "stage 3, LoRA", "stage 3, offload", "alone"},
     "llama": {"stage 3"},
 }
 PAIRS = [

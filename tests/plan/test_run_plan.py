@@ -220,6 +220,7 @@ def test_one_rank_plans_for_all_cards_and_every_rank_is_refused(two, tmp_path):
     assert [found["peak"] for found in fits] == [128, 128]
 
 
+@pytest.mark.grid
 def test_a_planned_run_on_cpus_carries_states_like_those_measured(two, tmp_path):
     argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero3.json"]
     found = two.run(cases.train, argv=[*argv, "--predict", "true"])[0]["metrics"]

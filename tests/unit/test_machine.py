@@ -109,7 +109,7 @@ def test_gpus_that_no_process_takes(monkeypatch, strategy, here, gpus, variables
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     found = list(machines.count_findings(strategy, here, variables))
     assert [finding.code for finding in found] == codes
-    assert all("--num_processes 8 " in finding.fix for finding in found if strategy.name == "ddp")
+    assert all("--num_processes 8" in finding.fix for finding in found if strategy.name == "ddp")
 
 
 # what a container lacks or hides

@@ -208,7 +208,7 @@ def resharded(tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-BEST = ("--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_strategy", "steps")
+BEST = ("--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_strategy", "best")
 ROUND_ROBIN = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
 WIDE_GRADIENTS = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
 LAUNCHES = {  # (states, DeepSpeed's configuration, other keys, the codes of what is refused)
