@@ -48,12 +48,12 @@ ops: setup
 test-fast: setup
 	python -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not launch and not grid and not private" tests/unit
 
-# All of them, in one queue: the ranks of a small job wait for each other and leave half of two cores idle. The longest
-# files come first (tests/conftest.py).
-JOBS ?= 3
+# All of them, in one queue: a process of pytest for each core, four at most. The longest files come first
+# (tests/conftest.py).
+JOBS ?= logical
 
 test: ops
-	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # whole grids and repetitions: minutes to an hour
 grid: ops

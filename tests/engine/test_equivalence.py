@@ -207,6 +207,7 @@ def assert_same_losses(found: tuple[list[float], ...], wanted: tuple[list[float]
         assert mine == pytest.approx(theirs, rel=TOLERANCE)
 
 
+@pytest.mark.grid
 def test_packed_rows_that_are_repeated_have_no_loss(one, two, tmp_path):
     """In a micro batch of 4 packed rows stand in one, and the last ones of an epoch are repetitions."""
     recipe = write_recipe(

@@ -36,6 +36,7 @@ def test_generation_at_stage_3_needs_its_trace_forgotten(two, tmp_path):
 # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: releases of the trace of generation
 
 
+@pytest.mark.grid
 def test_samples_before_training_make_no_step_gather_twice(two, tmp_path):
     """Fails without the patch no more when DeepSpeed has fixed it: forget_releases_with_the_trace may go."""
     recipe = write_recipe(tmp_path, max_steps=10)

@@ -95,7 +95,7 @@ BOUND = 0.001  # of the peak
 # times that; Ulysses: what one attention swaps is not simulated; at stage 2, a cause that is not known
 LOOSER = {"Ulysses, stage 3": 5, "stage 2, checkpointing": 5, "stage 2, LoRA": 3}
 IN_EVERY_RUN = {
-    "neox": {"stage 2", "stage 3", "packed", "stage 3, accumulation 2", "stage 3, LoRA", "stage 3, offload", "alone"},
+    "neox": {"stage 2", "stage 3", "packed", "stage 3, LoRA", "alone"},
     "llama": {"stage 3"},
 }
 PAIRS = [
