@@ -81,7 +81,7 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["zero3", "fsdp2", grid("single_gpu")])
+@pytest.mark.parametrize("name", ["zero3", grid("fsdp2"), grid("single_gpu")])
 def test_accelerate_files_brought_along_run_with_what_the_launch_sets(one, two, tmp_path, name):
     text, strategy, processes = LAUNCHED[name]
     file, path = tmp_path / "a.yaml", write_recipe(tmp_path, save_model=True, save_strategy="steps", save_steps=2)

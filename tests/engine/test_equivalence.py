@@ -223,6 +223,7 @@ def test_packed_rows_that_are_repeated_have_no_loss(one, two, tmp_path):
     assert repeated[1] != pytest.approx(plain[1], rel=TOLERANCE)
 
 
+@pytest.mark.grid
 def test_a_stream_is_its_rows_again_and_again(one, two, tmp_path):
     """21 rows at 8 a step, against the same rows written five times and read in their order, without a stream."""
     rows = write_rows(tmp_path / "few", count=21)

@@ -29,7 +29,7 @@ ENGINES = {
         grid(1, "zero0"),
         (1, "zero3"),
         grid(4, "zero2"),
-        (4, "zero3"),
+        grid(4, "zero3"),
         grid(1, "ddp"),
         grid(1, "zero2"),
         grid(4, "zero1"),

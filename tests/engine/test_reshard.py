@@ -99,7 +99,7 @@ def runs(request, tmp_path_factory):
         grid("fp32", ("zero2", 4), ("zero3", 2)),
         grid("fp32", ("zero2_offload", 2), ("zero3", 1)),  # DeepSpeedCPUAdam counts its steps with an integer
         grid("the last batch of an epoch is not full", ("zero2", 2), ("zero3", 1)),
-        ("bf16", ("zero3", 2), ("zero2", 2)),
+        grid("bf16", ("zero3", 2), ("zero2", 2)),
         ("bf16 states", ("zero2_bf16_states", 2), ("zero3_bf16_states", 1)),
         grid("bf16 states", ("zero3_bf16_states", 2), ("zero2_bf16_states", 2)),
         ("lora", ("zero2", 2), ("zero3", 1)),

@@ -57,9 +57,9 @@ OURS |= {"eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens"}
 @pytest.mark.parametrize(
     "strategy, keys",
     [
-        grid("ddp", {}),
+        ("ddp", {}),
         grid("zero2", {"bf16": False, "max_grad_norm": 1.0}),
-        ("zero3", {}),
+        grid("zero3", {}),
         grid("zero2", {"loss_type": "dft"}),  # TRL's own compute_loss, as for any loss but cross-entropy
         grid("ddp", {"label_smoothing_factor": 0.1}),  # a rank's last batch is all repeated rows: no token counts
         grid("fsdp2", {}),
