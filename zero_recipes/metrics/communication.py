@@ -18,6 +18,7 @@ from zero_recipes.core.process import local_world_size
 from zero_recipes.engine.deepspeed import COLLECTIVES, TABLES, communication_backend
 
 Bytes = Counter[str]  # by collective
+OPERATORS = TABLES["operators"]
 
 
 def _size(tensors) -> int:
@@ -41,9 +42,8 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own collectives come by below, on plain tensors
-        operators = TABLES["operators"]
-        if func.name() in operators:
-            collective, full = operators[func.name()]
+        if func.name() in OPERATORS:
+            collective, full = OPERATORS[func.name()]
             size = _size(args[full])
             if func.name() == "_c10d_functional::all_gather_into_tensor":
                 size *= args[1]

@@ -111,7 +111,7 @@ def train_two_steps(job: Job, folder: str) -> dict:
     in_one = training_args.packing or training_args.padding_free
     full_rows = training_args.per_device_train_batch_size == 1 or in_one
     casts = job.zero.autocast or job.settings.precision  # without DeepSpeed, or by its torch_autocast
-    masked = in_one and not (on_gpu and packs_without_mask(settings, casts, job.config["model_type"]))
+    masked = in_one and not (on_gpu and packs_without_mask(job.settings, casts, job.config["model_type"]))
     stand_ins.replace_parts_of_libraries(on_gpu, full_rows, masked, host)
     if on_gpu and casts != "fp32":
         stand_ins.set_up_autocast(torch.bfloat16 if casts == "bf16" else torch.float16)
