@@ -41,8 +41,14 @@ OPS := deepspeed_shm_comm cpu_adam async_io
 # beside the environment that compiles them: kernels of one DeepSpeed are no other's (tests/conftest.py has the same)
 ops test grid: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/kernels
 
+COMPILED := $(VENV)/.compiled
+
 ops: setup
 	@python -m zero_recipes.engine.kernels $(OPS)
+	@touch $(COMPILED)
+
+$(COMPILED): $(VENV)/.ready
+	@$(MAKE) --no-print-directory ops
 
 # the tests of single functions, without a run
 test-fast: setup
@@ -52,11 +58,11 @@ test-fast: setup
 # (tests/conftest.py).
 JOBS ?= logical
 
-test: ops
+test: $(COMPILED)
 	python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # whole grids and repetitions: minutes to an hour
-grid: ops
+grid: $(COMPILED)
 	python -m pytest -m grid
 
 # The newest releases of all libraries, whatever the ranges say, and what relies on their private parts: minutes of

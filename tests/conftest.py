@@ -1,26 +1,28 @@
 """Shared fixtures. Groups of processes are started once for a pytest process and shared."""
 
 import os
+import shutil
 import sys
 import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.helpers.group import Group
+from tests.helpers.group import Group, start_server
 from tests.helpers.worker import remember
 from zero_recipes.core.process import imported_for_good
 
 CHEAP_FIRST = ("unit", "plan", "engine", "upstream", "launch")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never ask the hub
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several pytest processes share the cores: tiny models wait for threads
 if sys.prefix != sys.base_prefix:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/kernels")  # as in the Makefile
 remember()
-CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows made by tests are not kept
-os.environ["HF_DATASETS_CACHE"] = CACHE.name
-os.environ["HF_MODULES_CACHE"] = f"{CACHE.name}/modules"  # transformers copies a model's code there, not atomically
+CACHE = tempfile.mkdtemp(prefix="datasets-")  # rows made by tests are not kept
+os.environ["HF_DATASETS_CACHE"] = CACHE
+os.environ["HF_MODULES_CACHE"] = f"{CACHE}/modules"  # transformers copies a model's code there, not atomically
 # the same cases in every run, however busy the machine is
 settings.register_profile("tests", deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 settings.load_profile("tests")
@@ -35,6 +37,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection():
     with imported_for_good():  # garbage collection goes past it: a seventh of the time of imports and of tests
         return (yield)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Before a test changes anything that ranks would inherit."""
+    if any(item.path.parent.name != "unit" for item in session.items):
+        start_server()
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(CACHE, ignore_errors=True)
 
 
 class NotCompiled(Exception):

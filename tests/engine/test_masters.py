@@ -61,7 +61,7 @@ def places() -> list:
     """Every stage; in every run those of code of their own, and one on random weights."""
     found = [("random", "zero3")]
     for strategy in STRATEGIES[1:]:
-        in_every_run = strategy in ("zero2", "zero3_offload")
+        in_every_run = strategy == "zero2"
         found.append(("fp16", strategy) if in_every_run else grid("fp16", strategy))
         if strategy != "zero3":
             found.append(grid("random", strategy))
@@ -171,7 +171,7 @@ def test_the_flat_master_of_stage_0(two):
     assert two.run(masters_cases.flat_masters_at_stage_0)[0] == {"exact": True, "same": True}
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [grid("zero2"), "zero3"])
 def test_a_checkpoint_in_bf16_needs_nothing(two, tmp_path, strategy):
     recipe = write_masters_recipe(tmp_path, torch.bfloat16, {}, max_steps=1)
     found = beginning(two, recipe, strategy, tmp_path / "out")
@@ -188,7 +188,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [grid("zero2"), "zero3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_that_a_checkpoint_has_otherwise(two, tmp_path, family, strategy):
     """transformers saves a tied head once, and each expert as a tensor of its own."""
@@ -205,7 +205,7 @@ def test_masters_in_bf16_say_what_they_have_lost(two, tmp_path, dtype, exact):
     assert two.run(cases.train, argv=argv)[0]["metrics"]["exact_master_weights"] is exact
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+@pytest.mark.parametrize("strategy", [grid("zero0"), "zero3"])
 def test_a_resumed_run_says_how_it_began_and_keeps_its_masters(two, fp16, tmp_path, strategy):
     argv = arguments(fp16, strategy, tmp_path, "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1")
     whole = two.run(cases.train, argv=argv)[0]["metrics"]

@@ -30,7 +30,7 @@ SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
         grid("zero3_bf16_states", True, {}),
         grid("zero3", True, LORA | PLUS),
         grid("zero3_offload", True, LORA | PLUS),
-        ("fsdp2", False, LORA | PLUS),
+        grid("fsdp2", False, LORA | PLUS),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strategy, bf16, keys):

@@ -11,7 +11,7 @@ import socket
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -117,6 +117,26 @@ class Group:
 
 
 def start_server() -> None:
-    """Let the libraries be imported, once, with one thread for each process."""
-    with patch.dict(os.environ, ENVIRONMENT | {"PYTHONPATH": str(ROOT)}):
+    """The server is forked from pytest's own process: after collection that has most of the libraries at hand."""
+    resource_tracker.ensure_running()
+    before = _open_files()
+
+    def fork(_program: str, words: list[str], passed: list[int]) -> int:
+        server = os.fork()
+        if server == 0:
+            for file in _open_files() - before - set(passed):
+                with suppress(OSError):  # what listed the folder is closed
+                    os.close(file)  # an end of the pipe by which the server learns that pytest has ended
+            try:
+                exec(words[-1])
+            finally:
+                os._exit(0)
+        return server
+
+    environment = patch.dict(os.environ, ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
+    with environment, patch("multiprocessing.util.spawnv_passfds", fork):
         forkserver.ensure_running()
+
+
+def _open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/dev/fd")}
