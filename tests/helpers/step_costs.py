@@ -23,6 +23,7 @@ from trl import SFTTrainer
 
 import run_sft
 from tests.helpers.tools import before
+from zero_recipes.config import ds_config
 from zero_recipes.engine import attention, patches
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
@@ -158,6 +159,7 @@ def as_before(*changes: str) -> Iterator[None]:
 
 
 CHANGES = {
+    "copies": [(ds_config, "_fill_copies", lambda *_: None)],
     "norm": [(patches, "quicken_stages_1_and_2", lambda: None)],
     "reads": [(ZeroSFTTrainer, name, getattr(SFTTrainer, name)) for name in ("_clip_grad_norm", "_get_grad_norm")],
     "rows": [(attention, "attend_by_row", lambda *_: None)],

@@ -9,12 +9,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FalconConfig
 
 from tests.helpers import plan_cases, tiny
+from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, llama_config, write_model
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Settings
 from zero_recipes.tools.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.tools.plan.job import Job
+from zero_recipes.tools.plan.simulator import layers
 from zero_recipes.tools.plan.simulator import parent as simulation
+from zero_recipes.tools.plan.simulator.layers import extrapolated, layers_to_simulate, with_layers
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 QLORA = LORA | {"load_in_4bit": True, "random_weights": False}
@@ -185,3 +188,26 @@ def test_simulated_gpus(tmp_path, monkeypatch):
         assert on_hopper.memory_phases[phase] == size + (more if phase in ("forward", "backward", "step") else 0)
     params = predict_by_formulas(jobs[1]).model_state_bytes.params
     assert packed.model_state_bytes.params == pytest.approx(params, rel=0.02) and params < 1.5 * packed.parameters
+
+
+@pytest.mark.parametrize("strategy", [grid("zero2"), "zero3"])
+def test_a_frozen_model_from_a_few_of_its_layers(tmp_path, monkeypatch, strategy):
+    model = write_llama(tmp_path / "llama")
+    recipe = write_recipe(tmp_path, model, LORA)
+    whole = with_layers(job_of(recipe, model, strategy), 12)
+    assert layers_to_simulate(whole) == () and layers_to_simulate(with_layers(whole, 80)) == layers.FEW
+    found = simulation.simulate([whole])[0]
+    monkeypatch.setattr(layers, "MANY", 12)
+    from_few = simulation.simulate([whole])[0]
+    assert from_few.notes and from_few.peak_phase == found.peak_phase
+    assert from_few.parameters == found.parameters
+    assert from_few.allocated_peak_bytes == pytest.approx(found.allocated_peak_bytes, rel=BOUND)
+    assert sum(from_few.at_peak.values()) == from_few.allocated_peak_bytes
+    assert from_few.communication_bytes_per_step == found.communication_bytes_per_step
+
+
+def test_layers_that_bend_the_line_are_no_answer():
+    answers = [{"peaks": {"forward": size}} for size in (100, 120, 140)]
+    assert extrapolated(answers, 80)["peaks"]["forward"] == 860
+    assert "not linear" in extrapolated([answers[0], *answers[:2]], 80)["error"]
+    assert extrapolated([*answers[:2], {"error": "no memory"}], 80) == {"error": "no memory"}

@@ -108,3 +108,15 @@ def test_the_decoders_layers_are_found():
     assert decoder_layers(model) == ("LlamaDecoderLayer",)
     model.model.layers[1] = model.model.layers[0]
     assert decoder_layers(model) == (), "shared weights have their gradients once the first layer is through"
+
+
+def test_one_process_copies_no_gradients_side_by_side():
+    def copies(name: str, world_size: int, **zero) -> bool | None:
+        config = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
+        config["zero_optimization"] |= zero
+        return filled((64, 1000), config, world_size)["zero_optimization"].get("contiguous_gradients")
+
+    for name in ("zero1", "zero2", "zero2_autocast", "zero2_bf16_states"):
+        assert copies(name, 1) is False and copies(name, 2) is None
+    assert copies("zero2", 1, contiguous_gradients=True) is True
+    assert copies("zero2_offload", 1) is True, "DeepSpeed needs them there"

@@ -22,6 +22,7 @@ from zero_recipes.core.process import local_world_size
 
 NVME_PATH = "ZERO_RECIPES_NVME_PATH"
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
+COPIES = "contiguous_gradients"
 # elements of a bucket
 SMALLEST = 25_000_000
 LARGEST = 200_000_000
@@ -137,6 +138,7 @@ def fill_own_autos(
     if _is_sized_by_model(filled):
         del filled["bucket_sizes"]
         _fill_buckets(zero, settings, world_size, size_of_model())
+        _fill_copies(zero, world_size)
     if filled.get("leaf_modules") == "by_model":
         del filled["leaf_modules"]
         _fill_leaf_modules(zero, size_of_model())
@@ -163,6 +165,12 @@ def _fill_buckets(zero: dict[str, Any], settings: Any, world_size: int, size: Mo
             zero[key] = sizes[key]
 
 
+def _fill_copies(zero: dict[str, Any], world_size: int) -> None:
+    """One process sends no gradients: stages 1 and 2 need not copy them side by side. docs/performance.md counts."""
+    if world_size == 1 and zero.get("stage") in (1, 2) and "offload_optimizer" not in zero:
+        zero.setdefault(COPIES, False)
+
+
 def _fill_leaf_modules(zero: dict[str, Any], size: ModelSize | None) -> None:
     """A leaf module's weights are gathered at once, and its gradients reduced: docs/performance.md has the times.
 
@@ -176,14 +184,15 @@ def _fill_leaf_modules(zero: dict[str, Any], size: ModelSize | None) -> None:
 def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[dict], dict]) -> bool:
     """Once both are `fill`ed in, as a resolved recipe's is.
 
-    Buckets do not count where the launcher's are sized by the model: a resolved recipe's may be of another device.
+    Buckets do not count where the launcher's are sized by the model: a resolved recipe's may be of another device,
+    or of another number of processes.
     """
     both = [fill(resolved), fill(launched)]
     if _is_sized_by_model(launched):
         for config in both:
             zero = config.get("zero_optimization")
             if isinstance(zero, dict):
-                for key in BUCKETS:
+                for key in (*BUCKETS, COPIES):
                     zero.pop(key, None)
     return both[0] == both[1]
 

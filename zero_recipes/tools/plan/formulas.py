@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from zero_recipes.checks import capacity
-from zero_recipes.config.ds_config import number_in
+from zero_recipes.config.ds_config import COPIES, number_in
 from zero_recipes.config.recipe import loaded_dtype
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.zero_paper import FP32, MIXED, ModelState, model_state_bytes
@@ -276,8 +276,11 @@ class Sizes:
             if self.job.keeps_gathered:
                 live = self.shape.parameters
             return bucket + min(self.stored(self.width) / self.width, live)
-        if zero.stage in (1, 2) and zero.zero.get("overlap_comm"):
-            return 2 * bucket
+        if zero.stage in (1, 2):
+            if zero.zero.get(COPIES) is False:
+                return 0
+            if zero.zero.get("overlap_comm"):
+                return 2 * bucket
         return bucket
 
     def _moved(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import ModuleType
@@ -26,6 +27,7 @@ from zero_recipes.core.host import Host
 from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
 from zero_recipes.core.tables import terminal
 from zero_recipes.metrics.schema import ModelStateBytes, Prediction
+from zero_recipes.tools.plan.simulator.layers import extrapolated, layers_to_simulate, with_layers
 
 if TYPE_CHECKING:
     from zero_recipes.tools.plan.job import Job
@@ -68,22 +70,36 @@ def simulate(
 
     `ready` is called with each.
     """
-    tasks = []  # (a job's index, its task)
+    tasks = []  # (a job's index, its rank, the job to simulate)
     for index, job in enumerate(jobs):
-        simulated = _own_sequences(job).as_dict()
-        tasks += [(index, {"job": simulated, "rank": rank}) for rank in _ranks(job)]
+        own = _own_sequences(job)
+        few = [with_layers(own, number) for number in layers_to_simulate(own)]
+        tasks += [(index, rank, simulated) for rank in _ranks(job) for simulated in few or [own]]
     # stage 3 takes longest: no core is left alone with it at the end
-    tasks.sort(key=lambda task: jobs[task[0]].zero_stage != 3)
-    by_rank = [{} for _ in jobs]
+    tasks.sort(key=lambda task: task[2].zero_stage != 3)
+    waiting = Counter(index for index, _, _ in tasks)
+    answers: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}  # by a job's index and rank, then by the task
     found = {}
-    answers = _answers([task for _, task in tasks], deadline)
-    for number, answer in track(answers, "simulating", len(tasks), console=terminal(stderr=True), transient=True):
-        index, task = tasks[number]
-        by_rank[index][task["rank"]] = answer
-        if len(by_rank[index]) == len(_ranks(jobs[index])):
-            found[index] = _prediction(jobs[index], by_rank[index])
-            ready(jobs[index], found[index])
+    asked = [{"job": simulated.as_dict(), "rank": rank} for _, rank, simulated in tasks]
+    progress = track(_answers(asked, deadline), "simulating", len(tasks), console=terminal(stderr=True), transient=True)
+    for number, answer in progress:
+        index, rank, _ = tasks[number]
+        answers.setdefault((index, rank), {})[number] = answer
+        waiting[index] -= 1
+        if not waiting[index]:
+            job = jobs[index]
+            ranks = [_answer_of(job, answers[index, rank]) for rank in _ranks(job)]
+            found[index] = _prediction(job, ranks)
+            ready(job, found[index])
     return [found[index] for index in range(len(jobs))]
+
+
+def _answer_of(job: "Job", by_task: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """One rank's: of the whole model, or from a few of its layers."""
+    in_order = [by_task[number] for number in sorted(by_task)]
+    if len(in_order) == 1:
+        return in_order[0]
+    return extrapolated(in_order, job.config["num_hidden_layers"])
 
 
 def _own_sequences(job: "Job") -> "Job":
@@ -143,27 +159,33 @@ def _answers(tasks: list[dict], deadline: float) -> Iterator[tuple[int, dict[str
             yield number, {"error": error}
 
 
-def _prediction(job: "Job", by_rank: dict[int, dict[str, Any]]) -> Prediction | str:
+def _prediction(job: "Job", ranks: list[dict[str, Any]]) -> Prediction | str:
     """The rank that needs most, with what the ranks need together; or the error of one."""
     from zero_recipes.tools.plan import formulas  # imports torch: `start` need not wait for it
 
-    ranks = [by_rank[rank] for rank in sorted(by_rank)]
     for rank in ranks:
         if "error" in rank:
             return rank["error"]
     states = {}
     for part in ranks[0]["model_state_bytes"]:
         states[part] = max(rank["model_state_bytes"][part] for rank in ranks)
-    most = max(ranks, key=lambda rank: rank["allocated_peak_bytes"])
+    most = max(ranks, key=lambda rank: max(rank["peaks"].values()))
+    highest = max(most["peaks"], key=most["peaks"].get)
     imports = most.pop("imports")
     host = (imports + most.pop("host_load"), imports + most.pop("host_training"))
     sizes = formulas.Sizes(job, formulas.shape_of(job.config, job.settings))
+    notes = []
+    if layers_to_simulate(job):
+        notes.append(f"{job.strategy} is simulated from a few of the {job.config['num_hidden_layers']} layers.")
     most |= {
         "source": "engine",
+        "allocated_peak_bytes": most["peaks"][highest],
+        "peak_phase": highest,
+        "at_peak": most.pop("at_peaks")[highest],
         "max_length": job.settings.max_length,
         "model_state_bytes": ModelStateBytes(**states),
         "flops_per_step": sizes.flops(),
-        "notes": [],
+        "notes": notes,
     }
     return formulas.prediction_of(job, sizes.weights, sizes.terms.saved, host, **most)
 

@@ -298,16 +298,12 @@ class Watch(TrainerCallback):
         self.tracker.enter("between")
 
     def found(self) -> dict:
-        """What this rank needs, by names of metrics/schema.py."""
-        peaks = dict.fromkeys(TRAINING, 0) | self.tracker.peaks
-        highest = max(peaks, key=peaks.get)
+        """What this rank needs, by names of metrics/schema.py; `at_peaks`: `at_peak` of each phase."""
         return {
             "parameters": self.parameters,
             "trainable_parameters": self.trainable,
-            "allocated_peak_bytes": peaks[highest],
-            "peak_phase": highest,
-            "at_peak": self.tracker.at_peak[highest],
-            "peaks": peaks,
+            "peaks": dict.fromkeys(TRAINING, 0) | self.tracker.peaks,
+            "at_peaks": self.tracker.at_peak,
             "model_state_bytes": self.states,
             "memory_phases": self.bytes,
             "host_load": self.host_load,
