@@ -33,7 +33,7 @@ def resume_recipe(folder: Path, **keys) -> Path:
 
 KINDS: dict[str, dict[str, Any]] = {
     "random": {},
-    "drop_last": {"dataloader_drop_last": True},
+    "drop_last": {"dataloader_drop_last": True, "per_device_eval_batch_size": 1},  # of evaluation rows it drops none
     "unseeded": {"accelerator_config": {"use_seedable_sampler": False}},
     "split_batches": {"accelerator_config": {"split_batches": True}},
     "lengths": {"train_sampling_strategy": "group_by_length"},

@@ -130,7 +130,8 @@ def test_a_run_that_is_killed_eleven_times(two, tmp_path, strategy):
     out = tmp_path / "out"
     for kill, last in kills:
         code, said = launch(strategy, recipe, out, kill)
-        assert code == 1 and "exitcode: -9" in said, f"{kill}: {said[-3000:]}"
+        # a launcher that looks late first finds the other rank, which has lost its peer
+        assert code == 1 and ("exitcode: -9" in said or "by peer" in said), f"{kill}: {said[-3000:]}"
         expected = str(out / f"checkpoint-{last}") if last else None
         assert checkpoint_to_resume(out, "true") == expected, kill
     code, said = launch(strategy, recipe, out, None)
