@@ -53,6 +53,11 @@ class Settings(SimpleNamespace):
         return self.eval_strategy not in ("no", False, None)
 
     @property
+    def streams(self) -> bool:
+        """Whether rows are read while they are trained on."""
+        return bool(self.streaming if self.datasets else self.dataset_streaming)
+
+    @property
     def saves_checkpoints(self) -> bool:
         """YAML's bare `no` is False."""
         return self.save_strategy not in ("no", False)

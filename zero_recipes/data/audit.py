@@ -215,14 +215,27 @@ def overlap_findings(training: Dataset, evaluation: Dataset, split: str) -> Iter
         yield finding("ZR538", count=len(same), rows=len(evaluation), split=split, row=same[0])
 
 
-def left_out_findings(rows: Dataset | None, settings: Settings, replicas: int) -> Iterator[Finding]:
-    """Of evaluation rows, as they are evaluated, that dataloader_drop_last leaves out."""
-    batch = settings.per_device_eval_batch_size
-    left_out = 0 if rows is None else len(rows) % (batch * replicas)
-    if left_out and settings.dataloader_drop_last:
-        level = "error" if left_out == len(rows) else "warning"
-        counts = {"left_out": left_out, "rows": len(rows), "batch": batch, "replicas": replicas}
-        yield finding("ZR554", level=level, split=settings.dataset_test_split, **counts)
+def left_out_findings(
+    train: Dataset | None, evaluation: Dataset | None, settings: Settings, replicas: int
+) -> Iterator[Finding]:
+    """Of evaluation rows that dataloader_drop_last leaves out; of training rows where that is all, and none is trained.
+
+    As they are trained on and evaluated. None of a stream, whose number is not known.
+    """
+    if not settings.dataloader_drop_last:
+        return
+    parts = [
+        (settings.dataset_train_split, train, settings.per_device_train_batch_size),
+        (settings.dataset_test_split, evaluation, settings.per_device_eval_batch_size),
+    ]
+    for split, rows, batch in parts:
+        if rows is None:
+            continue
+        left_out = len(rows) % (batch * replicas)
+        if left_out == len(rows) or (left_out and rows is evaluation):
+            level = "error" if left_out == len(rows) else "warning"
+            counts = {"left_out": left_out, "rows": len(rows), "batch": batch, "replicas": replicas}
+            yield finding("ZR554", level=level, split=split, **counts)
 
 
 def shown_rows(tokenised: Dataset, tokenizer: Tokenizer) -> list[tuple[int, list[tuple[str, bool]]]]:
