@@ -321,6 +321,16 @@ def test_check_tokenizes_the_samples_as_a_run_does(tmp_path):
     assert findings_of(replace(side, files=files | {"asked.jsonl": ""}), tmp_path / "none") == []
 
 
+def test_a_token_that_the_model_has_no_embedding_for_is_found(tmp_path):
+    """On a GPU it would be a device-side assert, once the weights are loaded."""
+    row = json.dumps({"input_ids": [5, 1381, 0], "labels": [5, 1381, 0]}) + "\n"
+    for size, codes in ((1381, ["ZR557"]), (1382, [])):
+        llama_config(vocab_size=size).save_pretrained(tmp_path)
+        AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(tmp_path)
+        side = Side(f"model_name_or_path: {tmp_path}", files={"rows/train.jsonl": row * 4})
+        assert [finding.code for finding in findings_of(side, tmp_path / "case")] == codes, size
+
+
 def test_all_findings_come_at_once_with_their_lines(tmp_path, monkeypatch, capsys):
     keys = {"torch_dtype": "bfloat16", "learning_rate": [1e-5], "lerning_rate": 1e-5, "global_batch_size": 7}
     Side(recipe=yaml.safe_dump(keys, sort_keys=False), without=("gradient_accumulation_steps",)).write(tmp_path)

@@ -87,8 +87,7 @@ def stops_late(run: Run) -> dict[str, Any]:
     quantized = settings.load_in_4bit or settings.load_in_8bit
     liger = settings.use_liger_kernel
     stops_early = settings.early_stopping_patience is not None
-    template = settings.chat_template_path or ".jinja"
-    new_tokens = settings.use_peft and not template.endswith((".jinja", ".j2"))  # another tokenizer's
+    new_tokens = settings.use_peft and settings.clones_tokenizer
     packed = getattr(run.config, "quantization_config", None) or {}
     loading = _loading(settings)
     joins = loading.get("dispatch_batches") and not loading.get("split_batches")

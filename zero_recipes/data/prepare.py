@@ -121,8 +121,7 @@ def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer, replic
     samples = [Sample(**sample) for sample in made["samples"]]
     audit = Audit(**made["audit"])
     findings = [Finding(**finding) for finding in made["findings"]]
-    whole = train if isinstance(train, Dataset) else None
-    findings += audits.left_out_findings(whole, evaluation, settings, replicas)
+    findings += audits.left_out_findings(train, evaluation, settings, replicas)
     findings = downgraded(findings, ignored)
     raise_errors(findings)
     return Prepared(tokenizer, train, evaluation, samples, audit, findings, made["data_sha256"], made["shown"])
@@ -214,6 +213,7 @@ def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[
     packing = _eval_packing(training_args)
     evaluation, found = prepare_split(rows, data.tokenizer, training_args, packing, ours, name)
     findings += [finding for finding in found if finding not in findings]
+    train.audit.largest_id = max(train.audit.largest_id, evaluation.audit.largest_id)
     findings += audits.overlap_findings(train.tokenised, evaluation.tokenised, name)
     return [train, evaluation], findings
 
