@@ -91,11 +91,15 @@ def models(tmp_path_factory) -> dict[str, dict[str, Any]]:
 # what is drawn
 
 
+def of(*values: Any) -> st.SearchStrategy:
+    return st.sampled_from(values)
+
+
 @st.composite
 def token_ids(draw) -> list[dict[str, Any]]:
     rows = []
     for _ in range(draw(st.integers(1, 4))):
-        ids = draw(st.lists(st.integers(2, 400), min_size=1, max_size=20))
+        ids = draw(st.lists(st.integers(2, 400) | of(1300), min_size=1, max_size=20))  # some that the models lack
         labels = [draw(st.sampled_from([-100, token])) for token in ids]
         rows.append({"input_ids": ids, "labels": labels})
     return rows
@@ -125,10 +129,6 @@ def places_of(value: Any) -> Iterator[tuple[Any, Any]]:
         for key in value if isinstance(value, dict) else range(len(value)):
             yield value, key
             yield from places_of(value[key])
-
-
-def of(*values: Any) -> st.SearchStrategy:
-    return st.sampled_from(values)
 
 
 KEYS = {
