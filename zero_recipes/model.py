@@ -111,6 +111,13 @@ def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
     return model
 
 
+def refuse_unknown_tokens(config: PretrainedConfig | None, settings: Settings, largest_id: int) -> None:
+    """Of rows. Where TRL adds tokens it resizes the model, too."""
+    size = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
+    if size is not None and largest_id >= size and not settings.clones_tokenizer:
+        raise refusal("ZR557", largest_id=largest_id, name=settings.model_name_or_path, size=size)
+
+
 def rehearse_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
     """As `load_model` makes it, without memory and weights."""
     is_folder = Path(str(settings.model_name_or_path)).is_dir()

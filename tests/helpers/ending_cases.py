@@ -153,6 +153,17 @@ def ended(folder: str, argv: list[str], environment: dict[str, str]) -> str:
             return "refused"
 
 
+def losses_or_codes(folder: str, argv: list[str]) -> dict[str, list]:
+    """The losses of a run's steps; or the codes by which it is refused, before the weights are loaded."""
+    loaded = mock.Mock(wraps=models.load_model)
+    with chdir(folder), mock.patch.object(models, "load_model", loaded):
+        try:
+            return {"losses": train(argv)["metrics"]["loss_history"]}
+        except Refusal as refusal:
+            loaded.assert_not_called()
+            return {"codes": refusal.codes}
+
+
 def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
     """`train`, while another program fills the disk of `filler` but for `left` bytes."""
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 from tests.helpers import faults
 from tests.helpers.faults import (
@@ -137,6 +137,20 @@ def test_lora_with_another_tokenizers_chat_template_on_tied_embeddings(found, tm
         llama_config(tie_word_embeddings=tied).save_pretrained(tmp_path)
         AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(tmp_path)
         assert (("error", "lora_template") in found(keys | {"model_name_or_path": str(tmp_path)})) is tied
+
+
+def test_lora_with_another_tokenizers_chat_template_on_a_model_without_embed_tokens(found, tmp_path):
+    """GPT-NeoX's are embed_in. TRL 1.16 names embed_tokens to PEFT where the template brings tokens of its own."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    for config, other, stops in (
+        (GPTNeoXConfig, ROOT / "tiny_world/base", True),
+        (GPTNeoXConfig, template, False),
+        (LlamaConfig, ROOT / "tiny_world/base", False),
+    ):
+        config(vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=4).save_pretrained(tmp_path)
+        keys = {"use_peft": True, "chat_template_path": str(other), "model_name_or_path": str(tmp_path)}
+        assert (("error", "lora_embeddings") in found(keys)) is stops, (config, other)
 
 
 def test_linear_layers_that_bitsandbytes_passes_over(found, tmp_path):
@@ -293,6 +307,28 @@ def test_the_net_has_the_librarys_message_the_key_and_the_traceback(tmp_path, mo
     assert whole.count("Traceback") == 2 and "torch/utils/data/dataloader.py" in whole
     (finding,) = findings_of(Side(recipe="packing: true\nmax_length: null"), tmp_path / "packing")
     assert finding.key in ("packing", "max_length") and "`max_length` can't be `None`" in finding.why
+
+
+def test_check_tokenizes_the_samples_as_a_run_does(tmp_path):
+    """A chat template that takes the prompt, and not what follows it."""
+    template = "{% for m in messages %}{{ m.content if loop.first or m.role != 'user' else raise_exception('no!') }}"
+    template += "<|endoftext|>{% endfor %}"
+    ask = {"role": "user", "content": "Where?"}
+    files = {"chat.jinja": template, "asked.jsonl": json.dumps({"messages": [ask, ask]})}
+    side = Side("chat_template_path: chat.jinja\nsample_prompts: asked.jsonl", files=files)
+    (found,) = findings_of(side, tmp_path / "case")
+    assert found.code == "ZR199" and "sample_prompts" in found.what and "no!" in found.why
+    assert findings_of(replace(side, files=files | {"asked.jsonl": ""}), tmp_path / "none") == []
+
+
+def test_a_token_that_the_model_has_no_embedding_for_is_found(tmp_path):
+    """On a GPU it would be a device-side assert, once the weights are loaded."""
+    row = json.dumps({"input_ids": [5, 1381, 0], "labels": [5, 1381, 0]}) + "\n"
+    for size, codes in ((1381, ["ZR557"]), (1382, [])):
+        llama_config(vocab_size=size).save_pretrained(tmp_path)
+        AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(tmp_path)
+        side = Side(f"model_name_or_path: {tmp_path}", files={"rows/train.jsonl": row * 4})
+        assert [finding.code for finding in findings_of(side, tmp_path / "case")] == codes, size
 
 
 def test_all_findings_come_at_once_with_their_lines(tmp_path, monkeypatch, capsys):

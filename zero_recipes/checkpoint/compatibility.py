@@ -39,7 +39,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
     if strategy.ds.on_nvme:
         yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
     dispatches = _accelerator_config(settings)["dispatch_batches"]
-    if dispatches and strategy.world_size > 1 and not settings.dataset_streaming:  # TRL turns it off for a stream
+    if dispatches and strategy.world_size > 1 and not settings.streams:  # TRL turns it off for a stream
         yield finding("ZR771", world_size=strategy.world_size, checkpoint=checkpoint)
     written = read_manifest(Path(checkpoint))
     if written is None:

@@ -55,7 +55,7 @@ def _trainer(settings: Settings, config, args, model_args):
     evaluation = rows if settings.evaluates else None
     prepares = not (settings.dataset_kwargs or {}).get("skip_prepare_dataset")
     cut = contextlib.nullcontext()
-    if settings.dataset_streaming or settings.streaming:
+    if settings.streams:
         train = rows.to_iterable_dataset()
     else:
         train = rows

@@ -23,6 +23,7 @@ from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
+from zero_recipes.data.audit import RowKeys
 from zero_recipes.engine.huggingface import attention_kernel
 from zero_recipes.model import built_or_none
 
@@ -49,6 +50,8 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     if settings.max_steps <= 0 and not 0 < epochs < math.inf:
         # a run of no step saves the model as it was; one without end never saves it
         yield finding("ZR162", epochs=epochs)
+    if settings.streams and RowKeys.of(settings).drops(settings.max_length):
+        yield finding("ZR896")
     yield from packing(run)
     yield from own_forward(run)
     balancing = getattr(run.config, "router_aux_loss_coef", 0.0)
@@ -72,6 +75,11 @@ def conditions(stops: dict[str, Any], silently: dict[str, Any]) -> Iterator[Find
             yield finding("ZR193", **texts["silent"][name])
 
 
+def _has_embed_tokens(run: Run) -> bool:
+    model = bare_model(run)
+    return model is None or any(name.endswith("embed_tokens") for name, _ in model.named_modules())
+
+
 def stops_late(run: Run) -> dict[str, Any]:
     """{name in options.yaml: whether the run would stop on it once the weights are loaded}."""
     settings = run.settings
@@ -79,7 +87,7 @@ def stops_late(run: Run) -> dict[str, Any]:
     quantized = settings.load_in_4bit or settings.load_in_8bit
     liger = settings.use_liger_kernel
     stops_early = settings.early_stopping_patience is not None
-    template = settings.chat_template_path
+    new_tokens = settings.use_peft and settings.clones_tokenizer
     packed = getattr(run.config, "quantization_config", None) or {}
     loading = _loading(settings)
     joins = loading.get("dispatch_batches") and not loading.get("split_batches")
@@ -91,10 +99,8 @@ def stops_late(run: Run) -> dict[str, Any]:
         and (constants.is_offline_mode() or not (settings.hub_token or get_token())),
         "liger_package": liger and importlib.util.find_spec("liger_kernel") is None,
         "liger_loss": liger and (settings.liger_kernel_config or {}).get("fused_linear_cross_entropy"),
-        "lora_template": settings.use_peft
-        and template
-        and not template.endswith((".jinja", ".j2"))
-        and getattr(run.config, "tie_word_embeddings", False),
+        "lora_template": new_tokens and getattr(run.config, "tie_word_embeddings", False),
+        "lora_embeddings": new_tokens and not _has_embed_tokens(run),
         "quantized_without_lora": quantized and not settings.use_peft,
         "mxfp4_kernels": packed.get("quant_method") == "mxfp4" and importlib.util.find_spec("kernels"),
         "eight_bit_fsdp": fsdp and settings.load_in_8bit,
@@ -102,7 +108,7 @@ def stops_late(run: Run) -> dict[str, Any]:
         "fp16_on_cpu": settings.fp16 and run.device == "cpu",
         "activation_offloading": settings.activation_offloading and run.device == "cpu",
         # for a stream TRL turns it off
-        "dispatch_batches": joins and not settings.dataset_streaming and run.world_size > 1,
+        "dispatch_batches": joins and not settings.streams and run.world_size > 1,
     }
 
 
@@ -114,7 +120,6 @@ def _loading(settings: Settings) -> dict[str, Any]:
 def silent(run: Run) -> dict[str, Any]:
     """{name in options.yaml: whether the run would go on, and be another one than the recipe says}."""
     settings = run.settings
-    streams = settings.dataset_streaming or settings.streaming
     eval_steps = settings.eval_steps or settings.logging_steps
     keeps_best = settings.load_best_model_at_end and settings.evaluates
     loads_uneven = _loading(settings).get("even_batches") is False
@@ -123,8 +128,8 @@ def silent(run: Run) -> dict[str, Any]:
         "jit_checkpoint": settings.enable_jit_checkpoint,
         "best_between_saves": keeps_best and settings.save_strategy == "steps" and settings.save_steps != eval_steps,
         "early_stopping_threshold": settings.early_stopping_threshold and settings.early_stopping_patience is None,
-        "even_batches": loads_uneven and run.world_size > 1 and not settings.dataset_streaming,
-        "stream_workers": streams and settings.dataloader_num_workers > 1,
+        "even_batches": loads_uneven and run.world_size > 1 and not settings.streams,
+        "stream_workers": settings.streams and settings.dataloader_num_workers > 1,
         "eval_packing": settings.eval_packing and settings.evaluates and not settings.joined_by,
         **silent_about_adapters(run),
         **silent_about_quantization(run),

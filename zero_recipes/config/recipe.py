@@ -53,6 +53,17 @@ class Settings(SimpleNamespace):
         return self.eval_strategy not in ("no", False, None)
 
     @property
+    def clones_tokenizer(self) -> bool:
+        """Whether chat_template_path is another tokenizer, whose tokens TRL adds to the model."""
+        path = self.chat_template_path
+        return path is not None and not path.endswith((".jinja", ".j2"))
+
+    @property
+    def streams(self) -> bool:
+        """Whether rows are read as they are trained on."""
+        return self.streaming if self.datasets else self.dataset_streaming
+
+    @property
     def saves_checkpoints(self) -> bool:
         """YAML's bare `no` is False."""
         return self.save_strategy not in ("no", False)

@@ -56,6 +56,7 @@ class Audit:
     tokens: int
     supervised: int
     longest: int  # of a row, before truncation
+    largest_id: int  # of a token; in a run's audit of evaluation rows too
     unsupervised_ends: int  # rows short enough whose end of text is absent or carries no loss
     empty: list[int]  # row numbers whose text, or whose every answer, is empty, blank or missing
 
@@ -73,8 +74,8 @@ def audit(
     batches = []
     for ids, labels, lengths in token_batches(tokenised):
         ended = _learns_to_end(ids, labels, np.cumsum(lengths), tokenizer.eos_token_id)
-        batches.append([lengths, supervised_tokens(labels, lengths), ended])
-    lengths, supervised, ended = map(np.concatenate, zip(*batches, strict=True))
+        batches.append([lengths, supervised_tokens(labels, lengths), ended, [ids.max(initial=0)]])
+    lengths, supervised, ended, largest = map(np.concatenate, zip(*batches, strict=True))
     fits = np.full(len(lengths), True)
     if training_args.max_length is not None:
         fits = lengths <= training_args.max_length
@@ -90,6 +91,7 @@ def audit(
         tokens=int(row_lengths(ready).sum()),
         supervised=_supervised(ready, training_args.packing),
         longest=int(lengths.max()),
+        largest_id=int(largest.max()),
         unsupervised_ends=int((fits & ~ended).sum()),
         empty=_empty_answers(rows, training_args.dataset_text_field),
     )
@@ -176,8 +178,8 @@ def audit_findings(
         most = (MAX_BAD_ROW_SHARE if has_answers else 1) * found.rows
         count = len(found.empty)
         row = found.empty[0]
-        about = {"count": len(found.empty), "rows": found.rows, "row": row, "text": str(rows[row])[:200]}
-        level = "error" if len(found.empty) >= most else "warning"
+        about = {"count": count, "rows": found.rows, "row": row, "text": str(rows[row])[:200]}
+        level = "error" if count >= most else "warning"
         yield finding("ZR533", level=level, split=split, **about)
     if found.without_supervision:
         count = len(found.without_supervision)
@@ -215,14 +217,22 @@ def overlap_findings(training: Dataset, evaluation: Dataset, split: str) -> Iter
         yield finding("ZR538", count=len(same), rows=len(evaluation), split=split, row=same[0])
 
 
-def left_out_findings(rows: Dataset | None, settings: Settings, replicas: int) -> Iterator[Finding]:
-    """Of evaluation rows, as they are evaluated, that dataloader_drop_last leaves out."""
-    batch = settings.per_device_eval_batch_size
-    left_out = 0 if rows is None else len(rows) % (batch * replicas)
-    if left_out and settings.dataloader_drop_last:
-        level = "error" if left_out == len(rows) else "warning"
-        counts = {"left_out": left_out, "rows": len(rows), "batch": batch, "replicas": replicas}
-        yield finding("ZR554", level=level, split=settings.dataset_test_split, **counts)
+def left_out_findings(train: Any, evaluation: Dataset | None, settings: Settings, replicas: int) -> Iterator[Finding]:
+    """Of evaluation rows that dataloader_drop_last leaves out; of training rows only where it leaves none."""
+    if not settings.dataloader_drop_last:
+        return
+    parts = [
+        (settings.dataset_train_split, train, settings.per_device_train_batch_size),
+        (settings.dataset_test_split, evaluation, settings.per_device_eval_batch_size),
+    ]
+    for split, rows, batch in parts:
+        if not isinstance(rows, Dataset):
+            continue
+        left_out = len(rows) % (batch * replicas)
+        if left_out == len(rows) or (left_out and rows is evaluation):
+            level = "error" if left_out == len(rows) else "warning"
+            counts = {"left_out": left_out, "rows": len(rows), "batch": batch, "replicas": replicas}
+            yield finding("ZR554", level=level, split=split, **counts)
 
 
 def shown_rows(tokenised: Dataset, tokenizer: Tokenizer) -> list[tuple[int, list[tuple[str, bool]]]]:

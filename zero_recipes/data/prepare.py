@@ -35,7 +35,6 @@ from zero_recipes.core.findings import (
     ignored_codes,
     library_error_as_finding,
     raise_errors,
-    refusal,
 )
 from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data import as_written, forms, load, masks
@@ -122,7 +121,7 @@ def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer, replic
     samples = [Sample(**sample) for sample in made["samples"]]
     audit = Audit(**made["audit"])
     findings = [Finding(**finding) for finding in made["findings"]]
-    findings += audits.left_out_findings(evaluation, settings, replicas)
+    findings += audits.left_out_findings(train, evaluation, settings, replicas)
     findings = downgraded(findings, ignored)
     raise_errors(findings)
     return Prepared(tokenizer, train, evaluation, samples, audit, findings, made["data_sha256"], made["shown"])
@@ -130,8 +129,6 @@ def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer, replic
 
 def _stream(settings: Settings, training_args, tokenizer) -> tuple[load.Rows, Dataset | None]:
     """Training rows, tokenised as they come, and evaluation rows."""
-    if RowKeys.of(settings).drops(training_args.max_length):
-        raise refusal("ZR896")
     train, evaluation, _ = load.load_rows(settings)
     if evaluation is not None:  # whole, in memory: of a stream's shares that differ in length ranks wait for others
         evaluation = Dataset.from_list(list(evaluation), features=evaluation.features)
@@ -216,6 +213,7 @@ def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[
     packing = _eval_packing(training_args)
     evaluation, found = prepare_split(rows, data.tokenizer, training_args, packing, ours, name)
     findings += [finding for finding in found if finding not in findings]
+    train.audit.largest_id = max(train.audit.largest_id, evaluation.audit.largest_id)
     findings += audits.overlap_findings(train.tokenised, evaluation.tokenised, name)
     return [train, evaluation], findings
 
@@ -343,7 +341,7 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
 
     All as a run has prepared them, where one has; else at most PLANNED_ROWS.
     """
-    if settings.dataset_streaming or settings.streaming:
+    if settings.streams:
         return "the data is a stream"
     try:
         hub = patch.object(constants, "HF_HUB_OFFLINE", True)

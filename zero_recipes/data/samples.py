@@ -120,13 +120,14 @@ def _text(value: Any) -> str:
     return str(value).encode().decode()
 
 
+@library_error_as_finding("tokenizing the rows of sample_prompts")
 def with_tokens(
     samples: list[Sample], tokenizer: Tokenizer, training_args, assistant_mask: str | None = None
 ) -> list[Sample]:
     """The samples with the tokens of prompt and answer as a training row has them, truncated as one.
 
     A tokenizer may write a word otherwise at a text's beginning than behind the prompt (SentencePiece's space mark).
-    The answer's tokens alone carry loss, whatever training gives a loss.
+    The answer's tokens alone carry loss, whatever training gives a loss. Raises Refusal.
     """
     single = copy.copy(training_args)
     single.shuffle_dataset = False

@@ -88,14 +88,20 @@ def rehearsal_of(launch: str, gpus: int) -> str:
 def data_findings(run) -> list:
     """Audit the training rows, and print counts and three rows. Raises Refusal."""
     from zero_recipes.data import audit, load, prepare
+    from zero_recipes.data.samples import with_tokens
+    from zero_recipes.model import refuse_unknown_tokens
 
     settings = run.settings.replace(**recipes.WITHOUT_LAUNCH)
     training_args = recipes.trl_arguments(settings, run.recipe.path).training
     data = prepare.read_data(settings, load.load_tokenizer(settings))
     splits, findings = prepare.prepare_splits(data, settings, training_args)
-    if len(splits) > 1 and splits[1].rows is data.evaluation:  # of a stream only the beginning was read
-        findings += audit.left_out_findings(splits[1].ready, settings, run.strategy.replicas)
     train = splits[0]
+    if train.rows is data.train:  # of a stream only the beginning was read
+        evaluation = splits[1].ready if len(splits) > 1 else None
+        findings += audit.left_out_findings(train.ready, evaluation, settings, run.strategy.replicas)
+    with collected(findings):
+        with_tokens(data.samples, data.tokenizer, training_args, settings.assistant_mask)
+        refuse_unknown_tokens(run.config, settings, train.audit.largest_id)
     for line in prepare.recognised(data, train):
         print(f"recognized    {line}")
     print(train.audit)

@@ -53,6 +53,7 @@ def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
     arguments.model_init_kwargs = None  # of load_model; SFTTrainer would warn that it ignores them
     with clock.phase("data"), planning(run) as planned:
         data = prepare_rows(settings, arguments, load_tokenizer(settings), run.strategy.replicas)
+        models.refuse_unknown_tokens(config, settings, data.audit.largest_id)
         predicted = planned()
     ds_config = resolved_ds_config(run, data.rows)
     return Inputs(arguments, peft_config, config, data, predicted, ds_config)

@@ -40,7 +40,7 @@ class Rehearsal:
         settings = self.settings
         resumes = settings.sequence_parallel_size == 1 and not settings.save_only_model
         applies = {
-            "longest_first": not (settings.packing or settings.dataset_streaming or settings.streaming),
+            "longest_first": not (settings.packing or settings.streams),
             "checkpoints": resumes,
             "evaluates": settings.evaluates,
             "keeps_best": settings.load_best_model_at_end,
