@@ -229,8 +229,9 @@ def left_out_findings(train: Any, evaluation: Dataset | None, settings: Settings
         if not isinstance(rows, Dataset):
             continue
         left_out = len(rows) % (batch * replicas)
-        if left_out == len(rows) or (left_out and rows is evaluation):
-            level = "error" if left_out == len(rows) else "warning"
+        all_are = left_out == len(rows)
+        if all_are or (left_out and rows is evaluation):
+            level = "error" if all_are else "warning"
             counts = {"left_out": left_out, "rows": len(rows), "batch": batch, "replicas": replicas}
             yield finding("ZR554", level=level, split=split, **counts)
 

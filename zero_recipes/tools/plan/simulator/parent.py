@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 from rich.progress import track
 
+from zero_recipes.core.files import package_yaml
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
 from zero_recipes.core.tables import terminal
@@ -34,17 +35,7 @@ if TYPE_CHECKING:
 
 WORKER = ("-m", "zero_recipes.tools.plan.simulator.parent")  # benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
-OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "RANK")
-OF_A_LAUNCHER += ("TORCHELASTIC_", "WORLD_SIZE")
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "DS_ACCELERATOR": "cpu",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
-}
+ENVIRONMENT = package_yaml(__package__, "tables.yaml")["environment"]
 
 
 def not_simulated(job: "Job") -> str | None:
@@ -78,7 +69,7 @@ def simulate(
     # stage 3 takes longest: no core is left alone with it at the end
     tasks.sort(key=lambda task: task[2].zero_stage != 3)
     waiting = Counter(index for index, _, _ in tasks)
-    answers: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}  # by a job's index and rank, then by the task
+    answers = {}  # {(a job's index, its rank): {number of a task: its answer}}
     found = {}
     asked = [{"job": simulated.as_dict(), "rank": rank} for _, rank, simulated in tasks]
     progress = track(_answers(asked, deadline), "simulating", len(tasks), console=terminal(stderr=True), transient=True)
@@ -88,18 +79,9 @@ def simulate(
         waiting[index] -= 1
         if not waiting[index]:
             job = jobs[index]
-            ranks = [_answer_of(job, answers[index, rank]) for rank in _ranks(job)]
-            found[index] = _prediction(job, ranks)
+            found[index] = _prediction(job, [answers[index, rank] for rank in _ranks(job)])
             ready(job, found[index])
     return [found[index] for index in range(len(jobs))]
-
-
-def _answer_of(job: "Job", by_task: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """One rank's: of the whole model, or from a few of its layers."""
-    in_order = [by_task[number] for number in sorted(by_task)]
-    if len(in_order) == 1:
-        return in_order[0]
-    return extrapolated(in_order, job.config["num_hidden_layers"])
 
 
 def _own_sequences(job: "Job") -> "Job":
@@ -123,10 +105,11 @@ def start(device: str) -> tuple[subprocess.Popen, IO[str]]:
     """(the process for jobs of this device, its stderr). Does not wait for its imports."""
     command = (sys.executable, *WORKER, device)
     if command not in _started or _started[command][0].poll() is not None:
-        own = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)}
+        launchers = tuple(ENVIRONMENT["of_a_launcher"])
+        own = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-        _started[command] = subprocess.Popen(command, text=True, env=own | ENVIRONMENT, **pipes), errors
+        _started[command] = subprocess.Popen(command, text=True, env=own | ENVIRONMENT["set"], **pipes), errors
     return _started[command]
 
 
@@ -159,10 +142,12 @@ def _answers(tasks: list[dict], deadline: float) -> Iterator[tuple[int, dict[str
             yield number, {"error": error}
 
 
-def _prediction(job: "Job", ranks: list[dict[str, Any]]) -> Prediction | str:
+def _prediction(job: "Job", by_rank: list[dict[int, dict[str, Any]]]) -> Prediction | str:
     """The rank that needs most, with what the ranks need together; or the error of one."""
     from zero_recipes.tools.plan import formulas  # imports torch: `start` need not wait for it
 
+    layers = job.config.get("num_hidden_layers", 0)
+    ranks = [extrapolated([answer for _, answer in sorted(answers.items())], layers) for answers in by_rank]
     for rank in ranks:
         if "error" in rank:
             return rank["error"]
@@ -176,7 +161,7 @@ def _prediction(job: "Job", ranks: list[dict[str, Any]]) -> Prediction | str:
     sizes = formulas.Sizes(job, formulas.shape_of(job.config, job.settings))
     notes = []
     if layers_to_simulate(job):
-        notes.append(f"{job.strategy} is simulated from a few of the {job.config['num_hidden_layers']} layers.")
+        notes.append(f"{job.strategy} is simulated from a few of the {layers} layers.")
     most |= {
         "source": "engine",
         "allocated_peak_bytes": most["peaks"][highest],

@@ -335,6 +335,7 @@ def replace_parts_of_libraries(on_gpu: bool, full_rows: bool, masked_packs: bool
 # torch 2.13 registers autocast for its own devices in C++ (aten/src/ATen/autocast_mode.h).
 # A copy of a weight is made once in a forward pass and kept (autocast_mode.cpp `cached_cast`).
 _copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a weight's id: the weight, its copy
+TABLES = package_yaml(__package__, "tables.yaml")
 _libraries: list[torch.library.Library] = []  # a registration ends with its library
 
 
@@ -343,7 +344,7 @@ def set_up_autocast(dtype: torch.dtype) -> None:
     everything = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel)
     own = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-    operators = package_yaml(__package__, "autocast.yaml")
+    operators = TABLES["autocast"]
     for kind, target in (("lower", dtype), ("full", torch.float32)):
         for name in operators[kind]:
             packet, _, overload = name.partition(".")

@@ -12,12 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero_recipes.core.files import package_yaml
 from zero_recipes.core.host import pinned_bytes
 from zero_recipes.metrics.schema import PARTS
-from zero_recipes.tools.plan.simulator.stand_ins import ASKED_FOR, answer_for_number
+from zero_recipes.tools.plan.simulator.stand_ins import ASKED_FOR, TABLES, answer_for_number
 
-TABLES = package_yaml(__package__, "tables.yaml")
 _DEVICE = torch.ops.prim.device.default
 _DEPTH = 80  # frames looked at, from the innermost
 

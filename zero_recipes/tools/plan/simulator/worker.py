@@ -47,7 +47,8 @@ from zero_recipes.metrics.probe import StateProbe
 from zero_recipes.model import adapter_config, parameter_counts, size_of
 from zero_recipes.tools.plan.job import Job
 from zero_recipes.tools.plan.simulator import device, stand_ins
-from zero_recipes.tools.plan.simulator.tracker import TABLES, LiveStorages, Observed
+from zero_recipes.tools.plan.simulator.stand_ins import TABLES
+from zero_recipes.tools.plan.simulator.tracker import LiveStorages, Observed
 from zero_recipes.training.token_loss import TokenWeights
 
 STEPS = 2  # Adam's states appear in the first; the second is as all that follow
