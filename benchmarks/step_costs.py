@@ -72,7 +72,7 @@ def main(out: Path) -> None:
                 print(name, found[name], flush=True)
     document = {
         "job": f"GPT-NeoX of 24 layers of width 32, one process, one row of the demo a step, {STEPS} steps",
-        "milliseconds": f"median of steps {UNTIMED + 1} to {STEPS - 1} in two orders. The machine did other work too",
+        "milliseconds": f"median of steps {UNTIMED + 1} to {STEPS - 1} in two orders; the speed of the machine varied",
         "hardware": hardware_facts("cpu"),
         "versions": library_versions(),
         "variants": found,

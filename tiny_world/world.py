@@ -1,8 +1,9 @@
 """An invented world of creatures: plain text that states its facts and Alpaca rows that ask for them.
 
-Everything is drawn from fixed seeds. The text holds statements only: a base model has never seen an instruction.
-Training, validation and test rows are of other creatures: a right answer about a test creature joins a fact of the
-text with the form of an answer that the training rows taught.
+Everything is drawn from fixed seeds. The text holds statements only, no question and no Alpaca wrapper, so a base
+model trained on it knows the facts of every creature but has never seen an instruction. The rows ask for the same
+facts. The creatures are divided into three disjoint sets (training, validation, test), so a right answer about a
+test creature joins what the text taught (the fact) with what the training rows taught (the form of an answer).
 
     python -m tiny_world.world          writes train.jsonl, validation.jsonl and test.jsonl, and shows samples
 """

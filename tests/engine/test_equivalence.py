@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from tests.helpers import cases, equivalence_cases
-from tests.helpers.seeded import SEED, count, write_result
+from tests.helpers.seeded import SEED, count, grid, write_result
 from tests.helpers.tiny import arguments, write_recipe, write_rows
 
 NAMES = {1: "one", 2: "two", 4: "four"}
@@ -32,7 +32,7 @@ PART_ROWS = 85  # the same
 PART_STEPS = 8
 TOLERANCE = 1e-5
 # (strategy, world size, accumulation): each stage but 0 in every run; offload and four processes in the grid
-PART = [*((strategy, 2, 2) for strategy in ("ddp", "zero1", "zero3", "fsdp2")), ("zero2", 1, 4)]
+PART = [("ddp", 2, 2), grid("zero1", 2, 2), ("zero3", 2, 2), ("fsdp2", 2, 2), ("zero2", 1, 4)]
 # Keys' biases have no gradient where no rotary embedding turns the keys: they add the same to a query's score of every
 # key, and softmax does not see it. What is left is rounding, which Adam scales up to a step.
 WITHOUT_GRADIENT = {f"gpt_neox.layers.{layer}.attention.query_key_value.bias" for layer in range(2)}

@@ -75,7 +75,7 @@ OWNERS = {"use_multi_rank_bucket_allreduce": False}
 @pytest.mark.parametrize(
     ("stage", "accumulation", "zero", "wanted"),
     [
-        (0, 2, {}, 2),
+        grid(0, 2, {}, 2),
         grid(1, 2, {}, 2 + 1),
         (1, 1, OWNERS, 1 + 1),
         (2, 2, {}, 2 * 2 + 1),

@@ -73,7 +73,7 @@ def with_mode(stage: int, bf16: dict, more: dict) -> str:
 @pytest.mark.parametrize(
     ("world_size", "mode", "stage"),
     [
-        *((2, "bf16_states", 3), (2, "autocast", 1), (2, "autocast", 3)),
+        *((2, "bf16_states", 3), grid(2, "autocast", 1), (2, "autocast", 3)),
         *(
             grid(2, "bf16_states", 2),
             grid(2, "autocast", 0),

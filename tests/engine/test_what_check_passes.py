@@ -64,7 +64,7 @@ RECIPE = {
     "save_model": False,
     "report_to": "none",
 }
-EXAMPLES = 8  # fewer than 11: from then on hypothesis draws each of them six times, a little changed
+EXAMPLES = 5  # fewer than 11: from then on hypothesis draws each of them six times, a little changed
 SPOILED = [None, 5, "", "  ", [], ["a"], {}, 0.5, ...]  # Ellipsis takes the value out
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from tests.helpers.seeded import grid
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import PINNED_LIMIT_MIB, pinned_bytes, set_allocator
@@ -58,7 +59,7 @@ def test_only_what_the_limit_allows_is_rounded(size, mib):
 
 @pytest.mark.parametrize(
     ("written", "in_force"),
-    [("", BOTH), ("env:\n  PYTORCH_ALLOC_CONF: expandable_segments:False\n", f"expandable_segments:False,{SET}")],
+    [grid("", BOTH), ("env:\n  PYTORCH_ALLOC_CONF: expandable_segments:False\n", f"expandable_segments:False,{SET}")],
 )
 def test_a_recipe_sets_the_allocator_before_torch_is_imported_and_torch_takes_it(tmp_path, written, in_force):
     """And says nothing about it."""

@@ -90,7 +90,7 @@ def after_prompt(prompt: str, whole: str, tokenizer) -> tuple[list[int], list[in
     return ids, [-100] * same + ids[same:]
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("examples", [15, pytest.param(1000, marks=pytest.mark.grid)])
 def test_rows_of_every_form_train_as_they_are_written(tokenizer, examples):
     @settings(max_examples=examples, phases=[Phase.generate])  # shrinking takes minutes
     @given(st.data())

@@ -39,7 +39,7 @@ def with_layers(job: "Job", number: int) -> "Job":
 
 
 def extrapolated(answers: list[dict[str, Any]], layers: int) -> dict[str, Any]:
-    """Of so many layers, from the `answers` to FEW, or to all. An `error` where they do not lie on a line."""
+    """From the `answers` to FEW, or of the whole model. An `error` where they do not lie on a line."""
     for answer in answers:
         if "error" in answer:
             return answer

@@ -57,10 +57,7 @@ def simulate(
     deadline: float = math.inf,
     ready: Callable[["Job", Prediction | str], None] = lambda job, prediction: None,
 ) -> list[Prediction | str]:
-    """Of jobs of one device; the error of one that fails, or is late. `deadline`: a time.monotonic().
-
-    `ready` is called with each.
-    """
+    """Of jobs of one device, `ready` with each; the error of one that fails, or is late by time.monotonic()."""
     tasks = []  # (a job's index, its rank, the job to simulate)
     for index, job in enumerate(jobs):
         own = _own_sequences(job)
