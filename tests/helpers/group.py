@@ -118,7 +118,7 @@ class Group:
 
 def start_server() -> None:
     """The server is forked from pytest's own process: after collection that has most of the libraries at hand."""
-    resource_tracker.ensure_running()
+    resource_tracker.ensure_running()  # `forkserver` would start it, and its file would be taken for the server's
     before = _open_files()
 
     def fork(_program: str, words: list[str], passed: list[int]) -> int:
