@@ -93,6 +93,7 @@ def rehearse(recipe: Path, strategy: str, words: list[str], folder: Path) -> dic
         config_file=at_hand(FOLDER / f"{strategy}.yaml"),
         layers=None,
         full=False,
+        rows=None,
     )
     began = time.perf_counter()
     cpu_seconds = cpu_seconds_of_children()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,7 +182,7 @@ def test_a_planted_fault_is_found(tmp_path, monkeypatch, capsys, plant, phase, w
 
 
 def rehearsal_with(**keys) -> phases.Rehearsal:
-    return phases.Rehearsal(Path("r.yaml"), settings_with(**keys), [], Path("zero2.yaml"), 2, None)
+    return phases.Rehearsal(Path("r.yaml"), settings_with(**keys), 8, [], Path("zero2.yaml"), 2, None)
 
 
 def left(folder: Path, weights: bytes = b"same", status: str = "ok", **known) -> phases.Ran:
@@ -289,7 +290,35 @@ def test_a_schedule_that_ends_early_is_found(kind, values, code):
         assert refused.value.codes == [code]
 
 
+def test_the_schedule_of_epochs_is_that_of_the_whole_job(tmp_path, monkeypatch):
+    """On the real job's ranks, over all rows."""
+    monkeypatch.chdir(ROOT)
+    keys = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 2, "global_batch_size": 32}
+    recipe = write_recipe(tmp_path, dataset_name=str(write_rows(tmp_path / "many", 200)), **keys)
+    arguments = parse_arguments(["rehearse", str(recipe), "--gpus", "8", "--rows", "20"])
+    rehearsal = command.read_rehearsal(arguments, tmp_path / "rehearsal", Console(quiet=True))
+    assert phases.scheduled(rehearsal, {}) == "ends with step 14"  # 200 rows in steps of 32, twice
+    gone = replace(rehearsal, settings=rehearsal.settings.replace(dataset_name=str(tmp_path / "gone")))
+    assert phases.scheduled(gone, {}).startswith("not judged: ")
+
+
 # what is launched
+
+
+@pytest.mark.parametrize(
+    "keys, taken",
+    [
+        ({}, {"dataset_train_split": "train[:20]", "dataset_test_split": "test[:20]"}),
+        ({"dataset_train_split": "train[5:]"}, {"dataset_train_split": "train[5:]", "dataset_test_split": "test[:20]"}),
+        ({"dataset_streaming": True}, {}),
+        (
+            {"datasets": [{"path": "a"}, {"path": "b", "split": "all", "weight": 2}]},
+            {"datasets": '[{"path": "a", "split": "train[:20]"}, {"path": "b", "split": "all", "weight": 2}]'},
+        ),
+    ],
+)
+def test_the_first_rows_of_each_split_are_taken(keys, taken):
+    assert command.first_rows(settings_with(**keys), 20) == taken
 
 
 def test_a_recipe_that_names_its_launch_is_rehearsed_on_other_processes(tmp_path, monkeypatch):

@@ -45,8 +45,8 @@ def test_out_of_memory_on_rank_1(tmp_path, monkeypatch, run):
     monkeypatch.setenv("KILL", "memory:1:3")
     monkeypatch.setenv("MASTER_PORT", "1")  # of another launcher, in whose shell this one is typed
     monkeypatch.setenv("RANK", "7")
-    script = ROOT / "tests" / "helpers" / "interrupted.py"
-    ended = sweep.sweep(write_recipe(tmp_path), ["zero2"], 2, tmp_path / "out", [], script=script)
+    monkeypatch.setattr(sweep, "SCRIPT", ROOT / "tests" / "helpers" / "interrupted.py")
+    ended = sweep.sweep(write_recipe(tmp_path), ["zero2"], 2, tmp_path / "out", [])
     assert ended == {"zero2": "oom"}
     row = json.loads((tmp_path / "out" / "zero2" / "metrics.json").read_text())
     assert row["status"] == "oom" and "out of memory" in row["error"]

@@ -91,6 +91,34 @@ def test_a_file_is_taken_by_its_path(tmp_path, kind):
         assert load_rows(settings_with(**named))[0]["text"][:] == wanted
 
 
+@pytest.mark.parametrize(
+    ("split", "taken"),
+    [
+        ("train", [0, 1, 2, 3]),
+        ("train[:2]", [0, 1]),
+        ("train[-1:]", [3]),
+        ("train[:50%]+test", [0, 1, 4, 5]),
+        ("train[:2", "ZR507"),
+        ("train[:1.5]", "ZR507"),
+        ("nowhere[:2]", "ZR507"),
+    ],
+)
+def test_a_part_of_a_split_is_taken_as_load_dataset_takes_it(tmp_path, split, taken):
+    for name, numbers in (("train", range(4)), ("test", range(4, 6))):
+        lines = [json.dumps({"text": str(number)}) for number in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    named = settings_with(dataset_name=str(tmp_path), dataset_train_split=split, eval_strategy="steps")
+    named = named.replace(dataset_test_split="test[:1]")
+    if taken == "ZR507":
+        assert refusal_of(load_rows, named).codes == [taken]
+        return
+    load.refuse_data_at_hand(named, asks_hub=False)
+    train, evaluation, _ = load_rows(named)
+    assert list(map(int, train["text"])) == taken and evaluation["text"][:] == ["4"]
+    if "[" in split:
+        assert refusal_of(load_rows, named.replace(dataset_streaming=True)).codes == ["ZR507"], "a stream has no parts"
+
+
 def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path, tokenizer):
     rows = {split: {"instruction": f"Say {split}.", "input": "", "output": split} for split in ("train", "test")}
     (tmp_path / "train.jsonl").write_text(json.dumps(rows["train"]) + "\n")
@@ -370,7 +398,7 @@ def test_rows_longer_than_max_length_are_left_out_where_the_recipe_says_so(token
     rows = as_dataset(COUNTED)
     found = audit(rows, rows, ready, tokenizer, training_args, drop)
     assert (found.truncated, found.dropped, found.tokens, found.supervised) == (2, 2, 6, 3)
-    codes = [finding.code for finding in audit_findings(found, rows, tokenizer, training_args, drop)]
+    codes = [finding.code for finding in audit_findings(found, rows, tokenizer, training_args, drop, "x", "")]
     assert "ZR553" not in codes, "nothing is cut"
 
 

@@ -12,19 +12,11 @@ from typing import Any
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, described, finding, ignored_codes, table
 
-# readers of the datasets library by the ends of a file's name
-FORMATS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-}
 # of an entry of `datasets`, besides TRL's; its `columns` may be a mapping
 ENTRY_KEYS = {"weight": float | None, "dataset_format": str | None}
 
 tables = partial(package_yaml, __package__, "keys.yaml")
+FORMATS = tables()["formats"]
 
 
 @dataclass

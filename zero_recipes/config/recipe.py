@@ -357,9 +357,7 @@ class TrlArguments(NamedTuple):
     mixture: Any  # DatasetMixtureConfig
 
 
-# for TRL's arguments where rows are prepared or a model answers, on any machine
-WITHOUT_LAUNCH = dict.fromkeys(("deepspeed", "fsdp", "ddp_backend", "resume_from_checkpoint"))
-WITHOUT_LAUNCH |= {"use_cpu": True, "bf16": False, "fp16": False, "load_best_model_at_end": False}
+WITHOUT_LAUNCH = keys.tables()["without_launch"]
 
 
 def trl_arguments(settings: Settings, path: Path) -> TrlArguments:

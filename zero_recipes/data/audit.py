@@ -52,7 +52,8 @@ class Audit:
     rows: int
     truncated: int  # longer than max_length: cut, or with packing "bfd_split" and "wrapped" split
     dropped: int  # nothing supervised within max_length
-    without_supervision: list[int]  # row numbers in which no token is supervised, however long
+    # numbers of rows in which no token has a loss, however long they are; not of those of one token: blank lines
+    without_supervision: list[int]
     tokens: int
     supervised: int
     longest: int  # of a row, before truncation
@@ -87,7 +88,7 @@ def audit(
         rows=len(lengths),
         truncated=truncated,
         dropped=dropped,
-        without_supervision=np.flatnonzero(supervised == 0).tolist(),
+        without_supervision=np.flatnonzero((supervised == 0) & (lengths != 1)).tolist(),
         tokens=int(row_lengths(ready).sum()),
         supervised=_supervised(ready, training_args.packing),
         longest=int(lengths.max()),
@@ -98,10 +99,13 @@ def audit(
 
 
 def supervised_tokens(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """How many tokens of each row have a loss; shapes (tokens,), (rows,), (rows,)."""
+    """How many tokens of each row have a loss, which its first one never has; shapes (tokens,), (rows,), (rows,)."""
     ends = np.cumsum(lengths)
-    before = np.concatenate([[0], np.cumsum(labels != -100)])  # reduceat is wrong for empty rows
-    return before[ends] - before[ends - lengths]
+    starts = ends - lengths
+    carries = labels != -100
+    carries[starts[lengths > 0]] = False
+    before = np.concatenate([[0], np.cumsum(carries)])  # reduceat is wrong for empty rows
+    return before[ends] - before[starts]
 
 
 def skips_preparation(args) -> bool:
@@ -171,14 +175,14 @@ def _is_empty(value: str | list[dict[str, Any]], anyone: bool) -> bool:
 
 
 def audit_findings(
-    found: Audit, rows: Dataset, tokenizer: Tokenizer, training_args, ours: RowKeys, split: str = "the data"
+    found: Audit, rows: Dataset, tokenizer: Tokenizer, training_args, ours: RowKeys, split: str, read_as: str
 ) -> Iterator[Finding]:
     if found.empty:  # so many that they cannot be slips are an error; blank lines between texts are usual
         has_answers = not {"completion", "messages"}.isdisjoint(rows.column_names)
         most = (MAX_BAD_ROW_SHARE if has_answers else 1) * found.rows
         count = len(found.empty)
         row = found.empty[0]
-        about = {"count": count, "rows": found.rows, "row": row, "text": str(rows[row])[:200]}
+        about = {"count": count, "rows": found.rows, "row": row, "text": str(rows[row])[:200], "read_as": read_as}
         level = "error" if count >= most else "warning"
         yield finding("ZR533", level=level, split=split, **about)
     if found.without_supervision:
@@ -315,7 +319,7 @@ def _ids_as_bytes(rows: Dataset) -> Iterator[bytes]:
 
 
 def _supervised(ready: Dataset, packed: bool) -> int:
-    """Tokens that a loss is computed for: the first token of a row, or of each packed row, is never predicted."""
+    """Tokens that a loss is computed for."""
     packs = None
     if packed and "seq_lengths" in ready.column_names:
         packs = tables(ready, ["seq_lengths"])
@@ -323,7 +327,5 @@ def _supervised(ready: Dataset, packed: bool) -> int:
     for _, labels, lengths in token_batches(ready):
         if packs is not None:
             lengths, _ = flat(next(packs)["seq_lengths"])
-        carries = labels != -100
-        firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
-        total += int(carries.sum() - carries[firsts].sum())
+        total += int(supervised_tokens(labels, lengths).sum())
     return total

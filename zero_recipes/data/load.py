@@ -17,6 +17,7 @@ from datasets import (
     Dataset,
     DatasetDict,
     Features,
+    ReadInstruction,
     Value,
     concatenate_datasets,
     interleave_datasets,
@@ -36,12 +37,7 @@ from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
 from zero_recipes.engine.huggingface import read_texts_as_texts, single_process_env
 
-ALPACA = ", ".join(forms.ALPACA_COLUMNS)
-WANTED = {"alpaca": ALPACA, "alpaca_chat": ALPACA, "chat": "messages, conversations, or one question with one answer"}
-TRAINED_ON = f"prompt and completion, input_ids, the text of dataset_text_field, {WANTED['chat']}"
 PADDING_TOKENS = forms.tables()["padding"]
-
-
 SEPARATORS = ",;\t"  # of CSV files: the one that the header has most of
 
 
@@ -55,11 +51,13 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
 
     def rows_of(key: str) -> Rows:
         name = getattr(settings, key)
-        if name not in splits:
-            raise MissingSplit([finding("ZR507", name=name, known=", ".join(splits), key=key)])
+        try:
+            rows = _part(splits, name)
+        except (TypeError, ValueError):  # TypeError: a stream has no length
+            raise MissingSplit([finding("ZR507", name=name, known=", ".join(splits), key=key)]) from None
         if settings.datasets:  # recognised entry by entry
-            return splits[name]
-        rows, form = _formatted(splits[name], name, settings, {})
+            return rows
+        rows, form = _formatted(rows, name, settings, {})
         if form.example is None:  # all have weight 0
             raise _no_rows(f"the split {name}")
         found.append(form)
@@ -69,6 +67,17 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
     evaluation = rows_of("dataset_test_split") if settings.evaluates else None
     distinct = {form.description: form for form in found}
     return train, evaluation, list(distinct.values())
+
+
+def _part(splits: DatasetDict, name: str) -> Rows:
+    """A split, or what `load_dataset` takes for a part of one ("train[:1000]") or for several."""
+    if name in splits:
+        return splits[name]
+    lengths = {split: len(rows) for split, rows in splits.items()}
+    parts = []
+    for part in ReadInstruction.from_spec(name).to_absolute(lengths):
+        parts.append(splits[part.splitname].select(range(part.from_, part.to)))
+    return concatenate_datasets(parts)
 
 
 def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
@@ -205,7 +214,8 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
     form = forms.recognise(kinds, settings, dataset_format)
     if form is None:
         columns = [f"{name} ({kind})" for name, kind in sorted(kinds.items())]
-        raise _unknown_columns(split, columns, WANTED.get(dataset_format, TRAINED_ON))
+        wanted = forms.tables()["wanted"]
+        raise _unknown_columns(split, columns, wanted.get(dataset_format, wanted["any"]))
     if settings.assistant_only_loss and not form.turns:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(kinds))
     description = form.description
@@ -234,6 +244,8 @@ def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
     as_stream = settings.replace(
         dataset_streaming=True,
         streaming=True,
+        dataset_train_split=_whole_split(settings.dataset_train_split),
+        dataset_test_split=_whole_split(settings.dataset_test_split),
         test_split_size=None,
         eval_strategy="steps" if evaluates else "no",
         datasets=[_streamed(entry) for entry in settings.datasets],
@@ -261,11 +273,14 @@ def refuse_turns_without_template(found: list[Form], tokenizer: Tokenizer) -> No
 
 
 def _streamed(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what the datasets library and TRL cannot take of a stream: "train[:100]+test"."""
-    split = re.split(r"[\[+]", entry.get("split") or "train")[0]
-    if split == "all":
-        split = "train"
-    return {**entry, "fraction": None, "split": split}
+    """Without what the datasets library and TRL cannot take of a stream."""
+    return {**entry, "fraction": None, "split": _whole_split(entry.get("split") or "train")}
+
+
+def _whole_split(name: str) -> str:
+    """The first split of "train[:100]+test"."""
+    split = re.split(r"[\[+]", name)[0]
+    return "train" if split == "all" else split
 
 
 # what libraries raise over rows

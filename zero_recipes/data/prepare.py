@@ -205,13 +205,14 @@ def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[
     name = settings.dataset_train_split
     rows = _start_of(data.train, name)
     ours = RowKeys.of(settings)
-    train, findings = prepare_split(rows, data.tokenizer, training_args, training_args.packing, ours, name)
+    read_as = " and ".join(form.description for form in data.forms)
+    train, findings = prepare_split(rows, data.tokenizer, training_args, training_args.packing, ours, name, read_as)
     if data.evaluation is None:
         return [train], findings
     name = settings.dataset_test_split
     rows = _start_of(data.evaluation, name)
     packing = _eval_packing(training_args)
-    evaluation, found = prepare_split(rows, data.tokenizer, training_args, packing, ours, name)
+    evaluation, found = prepare_split(rows, data.tokenizer, training_args, packing, ours, name, read_as)
     findings += [finding for finding in found if finding not in findings]
     train.audit.largest_id = max(train.audit.largest_id, evaluation.audit.largest_id)
     findings += audits.overlap_findings(train.tokenised, evaluation.tokenised, name)
@@ -238,8 +239,9 @@ def prepare_split(
     packing: bool,
     ours: RowKeys = NO_KEYS,
     split: str = "the data",
+    read_as: str = "",
 ) -> tuple[Split, list[Finding]]:
-    """(the split, what is wrong with it). Raises Refusal."""
+    """(the split, what is wrong with it). `read_as`: what its columns are. Raises Refusal."""
     with library_error_as_finding(f"tokenizing the rows of {split}"):
         audits.refuse_broken_tokens(rows, tokenizer, split)
         findings = []
@@ -255,7 +257,7 @@ def prepare_split(
             findings += as_written_findings(rows, tokenised, tokenizer, training_args, split)
             ready = finish(tokenised, tokenizer, training_args, packing, ours)
     found = audits.audit(rows, tokenised, ready, tokenizer, training_args, ours)
-    findings += audits.audit_findings(found, rows, tokenizer, training_args, ours, split)
+    findings += audits.audit_findings(found, rows, tokenizer, training_args, ours, split, read_as)
     return Split(rows, tokenised, ready, found), findings
 
 

@@ -25,6 +25,7 @@ from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import hub_kernels
 
 from zero_recipes.config.ds_config import quiet
+from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import environment_kept
 
@@ -196,11 +197,6 @@ def rows_are_cut(training_args) -> Iterator[None]:
         yield
 
 
-# prefixes of launchers' variables
-LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "NODE_RANK")
-LAUNCHED += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMPI_", "PMI_", "MV2_", "PMIX_", "CROSS_")
-
-
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
     """Every Trainer seeds them. CUDA's are left out: before CUDA starts, torch would remember the seed."""
@@ -225,9 +221,10 @@ def single_process_env() -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
+    launched = tuple(package_yaml(__package__, "tables.yaml")["launched"])
     with environment_kept(), quiet(), without_deepspeed_announcement(), random_states_kept():
         for name in list(os.environ):
-            if name.startswith(LAUNCHED):
+            if name.startswith(launched):
                 del os.environ[name]
         try:
             PartialState(cpu=True)  # accelerate's loggers need one

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, entries_of
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.keys import tables
 from zero_recipes.config.recipe import Recipe, Settings
 from zero_recipes.config.run import choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
@@ -29,11 +30,6 @@ RECIPE = "recipe.resolved.yaml"
 SAMPLES = "samples.jsonl"
 ADAPTER_CONFIG = "adapter_config.json"
 NO_BASE = "none"  # --base none: the model alone
-# recipe keys that need the training's processes or device
-ONE_PROCESS = recipes.WITHOUT_LAUNCH | {"report_to": "none"}
-ONE_PROCESS |= dict.fromkeys(("fsdp_config", "parallelism_config", "accelerator_config", "tf32"))
-ONE_PROCESS |= dict.fromkeys(("torch_compile", "use_liger_kernel", "packing", "padding_free", "push_to_hub"), False)
-ONE_PROCESS |= dict.fromkeys(("load_in_4bit", "load_in_8bit"), False)
 
 
 def ask(arguments: argparse.Namespace) -> int:
@@ -87,7 +83,7 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
     except NotWhole as error:
         raise refusal("ZR787", folder=folder, error=first_line(error)) from error
     recipe, is_ours = _recipe_of(folder, overrides, is_adapter)
-    settings = recipe.settings.replace(**ONE_PROCESS, trust_remote_code=trust_remote_code)
+    settings = recipe.settings.replace(**tables()["one_process"], trust_remote_code=trust_remote_code)
     name = base
     if base == NO_BASE:
         name = None

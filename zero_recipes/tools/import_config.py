@@ -388,7 +388,6 @@ def _factory(draft: Draft) -> None:
     _template(draft, draft.theirs.get("template"), "turn")
     _factory_adapter(draft)
     _factory_data(draft)
-    draft.note["cutoff_len"] = "longer rows are truncated at the end; there, prompt and answer in proportion"
     _sharding(draft)
 
 

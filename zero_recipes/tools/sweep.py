@@ -33,6 +33,7 @@ from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file
 from zero_recipes.metrics.schema import FILE, Metrics
 from zero_recipes.tools.report.read import value_text
 
+SCRIPT = "run_sft.py"
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
 LOGGED = re.compile(r"{'loss': '?([\w.+-]+)")  # what the Trainer prints
 UNSAFE = re.compile(r"[^A-Za-z0-9._+,=-]")
@@ -46,7 +47,6 @@ def sweep(
     num_processes: int,
     output_dir: Path,
     overrides: list[str],
-    script: Path | None = None,
     sets: Sequence[str] = (),
 ) -> dict[str, str]:
     """Run each strategy with each combination of the values in `sets` (KEY=a,b,c).
@@ -77,7 +77,7 @@ def sweep(
         folder = output_dir / run.name
         label = f"[{number}/{len(runs)}] {run.name}"
         start = time.perf_counter()
-        row = launched(recipe, run, folder, label, num_processes, overrides, console, script)
+        row = launched(recipe, run, folder, label, num_processes, overrides, console)
         ended[run.name] = row.status
         ending = f"{label}: {row.status} after {time.perf_counter() - start:.0f} s"
         if row.status != "ok":
@@ -96,7 +96,6 @@ def launched(
     ranks: int,
     overrides: list[str],
     console: Console,
-    script: Path | None = None,
 ) -> Metrics:
     """Measurements or failure.
 
@@ -106,7 +105,7 @@ def launched(
     (folder / FILE).unlink(missing_ok=True)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", run.config]
     words += ["--num_processes", ranks, "--main_process_port", 0]  # a free port
-    words += [script or at_hand("run_sft.py"), recipe, "--output_dir", folder]
+    words += [at_hand(SCRIPT), recipe, "--output_dir", folder]
     named = {word.partition("=")[0] for word in (*overrides, *run.words)}
     if named.isdisjoint(("--save_model", "--save_strategy")):
         words += ["--save_model", "false", "--save_strategy", "no", "--save_on_signal", "false"]

@@ -1,6 +1,7 @@
 """`zero-recipes rehearse`: launch a recipe as it is, with a small model, and judge every phase of the job."""
 
 import argparse
+import json
 import re
 import shutil
 import sys
@@ -80,9 +81,15 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
     shares = settings.sequence_parallel_size
     cards = 0 if settings.use_cpu else torch.cuda.device_count()
     ranks = ranks_of(arguments.gpus, cards, Host().cores(), shares)
-    passes = recipes.derive_accumulation(settings, real.explicit, arguments.gpus // shares)
-    passes = min(passes or settings.gradient_accumulation_steps, MOST_PASSES)
-    words = [*arguments.overrides, *DATA["every_launch"].split(), *shortened(settings, ranks // shares, passes)]
+    replicas = arguments.gpus // shares
+    passes = recipes.derive_accumulation(settings, real.explicit, replicas)
+    if passes is not None:
+        settings = settings.replace(gradient_accumulation_steps=passes)
+    values = shortened(settings, ranks // shares)
+    if arguments.rows is not None:
+        values |= first_rows(settings, arguments.rows)
+    words = [*arguments.overrides, *DATA["every_launch"].split()]
+    words += [f"--{key}={value}" for key, value in values.items()]
     place = f"{ranks} of {arguments.gpus} ranks"
     if not cards:
         on_cpu, needed = cpu_words(settings)
@@ -97,7 +104,7 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
     console.print(plain(f"{model}\n{place}"), soft_wrap=True)
     config_file = arguments.config_file or file_named(mapping) or at_hand(FOLDER / "ddp.yaml")
     nccl = one_gpu.nccl_library() if cards == 1 < ranks else None
-    return Rehearsal(path, settings, words, config_file, ranks, nccl)
+    return Rehearsal(path, settings, replicas, words, config_file, ranks, nccl)
 
 
 def ranks_of(gpus: int, cards: int, cores: int, shares: int) -> int:
@@ -107,8 +114,9 @@ def ranks_of(gpus: int, cards: int, cores: int, shares: int) -> int:
     return max(shares, ranks - ranks % shares)
 
 
-def shortened(settings: recipes.Settings, replicas: int, passes: int) -> list[str]:
-    """Overrides that depend on the recipe. `replicas`: ranks with rows of their own; `passes`: of a step."""
+def shortened(settings: recipes.Settings, replicas: int) -> dict[str, Any]:
+    """Overrides that depend on the recipe. `replicas`: ranks with rows of their own."""
+    passes = min(settings.gradient_accumulation_steps, MOST_PASSES)
     values: dict[str, Any] = {"gradient_accumulation_steps": passes}
     values["sample_max_new_tokens"] = min(settings.sample_max_new_tokens, NEW_TOKENS)
     if settings.global_batch_size is not None:
@@ -117,7 +125,23 @@ def shortened(settings: recipes.Settings, replicas: int, passes: int) -> list[st
         values["warmup_steps"] = 1
     if takes_rows(settings.sample_prompts):
         values["sample_prompts"] = min(int(settings.sample_prompts), MOST_SAMPLES)
-    return [f"--{key}={value}" for key, value in values.items()]
+    return values
+
+
+def first_rows(settings: recipes.Settings, count: int) -> dict[str, Any]:
+    """Overrides for the first rows of each split. A stream is read only as far as it is trained on."""
+
+    def part(split: str | None) -> str:
+        split = split or "train"
+        is_whole = split != "all" and {*"[+"}.isdisjoint(split)
+        return f"{split}[:{count}]" if is_whole else split
+
+    if settings.streams:
+        return {}
+    if settings.datasets:
+        entries = [entry | {"split": part(entry.get("split"))} for entry in settings.datasets]
+        return {"datasets": json.dumps(entries)}
+    return {key: part(getattr(settings, key)) for key in ("dataset_train_split", "dataset_test_split")}
 
 
 def cpu_words(settings: recipes.Settings) -> tuple[list[str], list[str]]:

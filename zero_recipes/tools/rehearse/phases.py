@@ -9,10 +9,11 @@ import torch
 from transformers import get_scheduler
 
 from zero_recipes.checkpoint.save import NotWhole, read_manifest
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.recipe import Settings, steps_by_epochs
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, Refusal, first_line, refusal
 from zero_recipes.core.units import percent
+from zero_recipes.data.prepare import rows_at_hand
 from zero_recipes.metrics.schema import Metrics
 from zero_recipes.tools.verify import verify
 
@@ -29,6 +30,7 @@ class Rehearsal:
 
     recipe: Path
     settings: Settings  # of the real job
+    replicas: int  # of the real job: processes with rows of their own
     words: list[str]  # overrides of every launch
     config_file: Path  # of accelerate
     ranks: int
@@ -149,7 +151,10 @@ def scheduled(rehearsal: Rehearsal, _: Runs) -> str:
     settings = rehearsal.settings
     steps = settings.max_steps
     if steps <= 0:
-        return "not judged: by epochs"
+        rows = rows_at_hand(settings, rehearsal.recipe)
+        if isinstance(rows, str):
+            return f"not judged: {rows}"
+        steps = steps_by_epochs(rows.epoch, settings, rehearsal.replicas)
     warmup = settings.warmup_steps
     schedule = get_scheduler(
         settings.lr_scheduler_type,

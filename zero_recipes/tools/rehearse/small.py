@@ -10,6 +10,7 @@ from zero_recipes import model as models
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import library_error_as_finding
+from zero_recipes.tools.plan.simulator.layers import entries_by_layer
 
 SIZES = package_yaml(__package__, "rehearsal.yaml")["small_model"]
 GENERATION = "generation_config.json"
@@ -55,11 +56,7 @@ def files_of(settings: Settings) -> Path:
 def cut_layers(config: PretrainedConfig, layers: int) -> list[str]:
     """Keep so many layers, and one of each kind at least. Returns what was cut."""
     total = config.num_hidden_layers
-    # lists with an entry for each layer say of which kind it is
-    per_layer = {}
-    for key, value in vars(config).items():
-        if isinstance(value, list) and len(value) == total:
-            per_layer[key] = value
+    per_layer = entries_by_layer(vars(config), total)
     kinds = list(zip(*per_layer.values(), strict=True)) or [()] * total
     of_each_kind = {kinds.index(kind) for kind in kinds}
     others = [number for number in range(total) if number not in of_each_kind]

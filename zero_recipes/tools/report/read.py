@@ -15,17 +15,6 @@ from zero_recipes.metrics.schema import ORDER, PredictedMetrics, Tokens
 
 BYTES_PER_VALUE = {"bf16": 2, "fp16": 2, "fp32": 4}
 FINAL_STEPS = 5  # one step alone is mostly noise
-# keys of a row that are fields of metrics.json
-IDENTITY = ("label", "strategy", "compared", "status", "device", "world_size", "precision", "model", "parameters")
-# keys of a row that are fields of the fullest rank's model states
-STATES = {
-    "state_bytes": "total",
-    "params_bytes": "params",
-    "grads_bytes": "grads",
-    "optimizer_bytes": "optimizer",
-    "host_bytes": "offloaded_host",
-    "disk_bytes": "offloaded_disk",
-}
 # ZeRO's stage of the strategies that the textbook covers
 STAGES = {"ddp": 0, "zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3}
 
@@ -106,9 +95,9 @@ def table_rows(runs: Runs) -> list[dict[str, Any]]:
 
 
 def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
-    row = {key: getattr(run, key) for key in IDENTITY}
-    row |= {"mfu": run.mfu, "swept": run.swept, "folder": run.folder.name}
-    for key, part in STATES.items():
+    row = {key: getattr(run, key) for key in texts()["of_run"]}
+    row["folder"] = run.folder.name
+    for key, part in texts()["of_states"].items():
         row[key] = getattr(run.fullest_rank, part, None)
     expected = textbook(run)
     predicted = run.predicted or PredictedMetrics()

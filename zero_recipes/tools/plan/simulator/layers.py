@@ -1,5 +1,6 @@
 """A large frozen model from a few of its layers: where all are alike, bytes are linear in their number."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,25 +17,25 @@ def layers_to_simulate(job: "Job") -> tuple[int, ...]:
 
     Stage 3 keeps gathered layers up to a limit, which a few do not reach.
     """
-    is_large = job.config.get("num_hidden_layers", 0) >= MANY
-    if job.zero_stage == 3 or not (is_large and job.settings.use_peft):
+    layers = job.config.get("num_hidden_layers", 0)
+    if job.zero_stage == 3 or layers < MANY or not job.settings.use_peft:
         return ()
-    for kinds in _by_layer(job).values():
+    for kinds in entries_by_layer(job.config, layers).values():
         if any(kind != kinds[0] for kind in kinds):
             return ()
     return FEW
 
 
-def _by_layer(job: "Job") -> dict[str, list[Any]]:
-    """Keys of the config that have an entry for each layer."""
-    total = job.config["num_hidden_layers"]
-    lists = {key: value for key, value in job.config.items() if isinstance(value, list)}
-    return {key: value for key, value in lists.items() if len(value) == total}
+def entries_by_layer(config: Mapping[str, Any], layers: int) -> dict[str, list[Any]]:
+    """Keys of a model's config whose lists have an entry for each layer: they say of which kind it is."""
+    lists = {key: value for key, value in config.items() if isinstance(value, list)}
+    return {key: value for key, value in lists.items() if len(value) == layers}
 
 
 def with_layers(job: "Job", number: int) -> "Job":
-    changes: dict[str, Any] = {key: kinds[:number] for key, kinds in _by_layer(job).items()}
-    changes["num_hidden_layers"] = number
+    changes: dict[str, Any] = {"num_hidden_layers": number}
+    for key, kinds in entries_by_layer(job.config, job.config["num_hidden_layers"]).items():
+        changes[key] = kinds[:number]
     return replace(job, config=job.config | changes)
 
 

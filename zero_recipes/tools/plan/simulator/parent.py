@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 WORKER = ("-m", "zero_recipes.tools.plan.simulator.parent")  # benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
-ENVIRONMENT = package_yaml(__package__, "tables.yaml")["environment"]
+TABLES = package_yaml(__package__, "tables.yaml")
 
 
 def not_simulated(job: "Job") -> str | None:
     """Why the engine cannot be; None where it can."""
     zero = job.zero
-    reasons = {
-        "FSDP2 is not simulated": job.is_fsdp,
-        "DeepSpeed writes states to NVMe with a kernel that reads addresses": job.on_nvme,
-        "hpZ's secondary shard is not simulated": zero.hpz_partition_size > 1,
-        "ZeRO++'s quantizers are CUDA kernels": zero.quantizes_weights or zero.quantizes_gradients,
-        "the recipe sets no max_length": job.settings.max_length is None,
-        "bitsandbytes multiplies 8-bit weights in its own kernels": job.settings.load_in_8bit,
+    cases = {
+        "fsdp": job.is_fsdp,
+        "nvme": job.on_nvme,
+        "hpz": zero.hpz_partition_size > 1,
+        "plus_plus": zero.quantizes_weights or zero.quantizes_gradients,
+        "max_length": job.settings.max_length is None,
+        "8_bit": job.settings.load_in_8bit,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return next((TABLES["not_simulated"][case] for case, holds in cases.items() if holds), None)
 
 
 def simulate(
@@ -102,11 +102,11 @@ def start(device: str) -> tuple[subprocess.Popen, IO[str]]:
     """(the process for jobs of this device, its stderr). Does not wait for its imports."""
     command = (sys.executable, *WORKER, device)
     if command not in _started or _started[command][0].poll() is not None:
-        launchers = tuple(ENVIRONMENT["of_a_launcher"])
-        own = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+        launched = tuple(package_yaml("zero_recipes.engine", "tables.yaml")["launched"])
+        own = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-        _started[command] = subprocess.Popen(command, text=True, env=own | ENVIRONMENT["set"], **pipes), errors
+        _started[command] = subprocess.Popen(command, text=True, env=own | TABLES["environment"], **pipes), errors
     return _started[command]
 
 
