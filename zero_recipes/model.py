@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from zero_recipes.config.ds_config import ModelSize
 from zero_recipes.config.recipe import Settings
@@ -59,6 +61,13 @@ def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
     if not has_weights:
         own.pop("init_lora_weights", None)
     return peft.get_peft_config(values | own)
+
+
+def packed_elements(model: PreTrainedModel) -> int:
+    """Weights that bitsandbytes packs: of torch's linear layers and Conv1D, but the LM head's."""
+    kept = get_keys_to_not_convert(model)
+    others = [module for name, module in model.named_modules() if name not in kept]
+    return sum(module.weight.numel() for module in others if type(module) in (torch.nn.Linear, Conv1D))
 
 
 def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -283,7 +283,7 @@ FAULTS = [
     # what TRL, transformers, PEFT and torch refuse by themselves: one net
     fault("TRL's trainer", "ZR199", "recipe", "router_aux_loss_coef: 0.1", names="building TRL's trainer"),
     fault("transformers' model", "ZR199", "recipe", "attn_implementation: sparkle", names="the model"),
-    fault("PEFT's configuration", "ZR199", "recipe", f"{LORA}\nlora_task_type: X", LORA, "LoRA"),
+    fault("PEFT's configuration", "ZR199", "recipe", f"{LORA}\nlora_task_type: X", f"{LORA}\ndtype: bfloat16", "LoRA"),
     fault("torch's optimizer", "ZR199", "recipe", "optim_args: sparkle", names="the optimizer"),
     fault("transformers' schedule", "ZR199", "recipe", "lr_scheduler_kwargs: {x: 1}", names="the schedule"),
     fault("torch's data loader", "ZR199", "recipe", "dataloader_persistent_workers: true", names="the data loader"),

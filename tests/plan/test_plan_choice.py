@@ -242,10 +242,11 @@ def test_what_the_plan_calls_useless_is_what_check_warns_about(strategy):
 
 def test_alone_frozen_weights_are_planned_in_the_dtype_of_the_products():
     def planned(*overrides: str) -> Job:
-        own = recipe("pythia-lora", *overrides)
+        own = recipe("pythia", *overrides)
         request = PlanRequest(own, [], plan_job.model_config(own.settings), {"ddp": None}, [1], 8, H100)
         (asked,), _ = request.jobs()
         return asked
 
-    assert planned().settings.dtype == "bfloat16"
-    assert planned("--dtype", "float32").settings.dtype == planned("--use_peft", "false").settings.dtype == "float32"
+    lora = ("--use_peft", "true", "--lora_target_modules", "all-linear")
+    assert planned(*lora).settings.dtype == "bfloat16"
+    assert planned(*lora, "--dtype", "float32").settings.dtype == planned().settings.dtype == "float32"

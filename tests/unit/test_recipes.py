@@ -25,7 +25,7 @@ def test_a_recipe_parses_and_trl_takes_it(path, monkeypatch, tmp_path):
     _, training_args, model_args, _ = recipes.trl_arguments(settings, path)
     assert settings.dataset_format == "alpaca" or training_args.assistant_only_loss, "questions would carry loss"
     assert (training_args.bf16, training_args.fp16) == (path.stem[-5:] != "-fp16", path.stem[-5:] == "-fp16")
-    assert model_args.dtype == "float32" or model_args.use_peft, "ddp would train without an fp32 master"
+    assert (model_args.dtype == "float32") != model_args.use_peft, "no fp32 master under ddp, or frozen weights in fp32"
     recipes.write_resolved(recipe.explicit, tmp_path / "resolved.yaml", ["x"], None)
     again = recipes.parse_recipe(tmp_path / "resolved.yaml", recipes.read_recipe_file(tmp_path / "resolved.yaml"), [])
     assert again.explicit == recipe.explicit

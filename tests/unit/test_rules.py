@@ -11,7 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig, GPT2Config, GPTNeoXConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FalconConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MixtralConfig,
+)
 
 from tests.helpers import faults
 from tests.helpers.faults import (
@@ -153,12 +161,28 @@ def test_lora_with_another_tokenizers_chat_template_on_a_model_without_embed_tok
         assert (("error", "lora_embeddings") in found(keys)) is stops, (config, other)
 
 
-def test_linear_layers_that_bitsandbytes_passes_over(found, tmp_path):
-    """GPT-2's are Conv1D, which it does replace."""
-    for config, passes in ((FalconConfig, True), (GPT2Config, False), (LlamaConfig, False)):
+def test_weights_that_bitsandbytes_passes_over(found, tmp_path):
+    """Falcon's linear layers, and experts; GPT-2's are Conv1D, which it does replace."""
+    for config, passes in ((FalconConfig, True), (MixtralConfig, True), (GPT2Config, False), (LlamaConfig, False)):
         config(vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=4).save_pretrained(tmp_path)
         keys = faults.FOUR | {"random_weights": False, "model_name_or_path": str(tmp_path)}
-        assert (("error", "quantizes_nothing") in found(keys)) is passes, config
+        assert (("error", "quantizes_little") in found(keys)) is passes, config
+
+
+def test_frozen_weights_in_float32(found):
+    """DeepSpeed and FSDP2 convert them, but not the dtype in which 4-bit layers multiply."""
+    lora = {"use_peft": True, "bf16": True}
+    quantized = lora | {"load_in_4bit": True, "deepspeed": str(ROOT / "ds_configs/zero2.json")}
+    assert ("warning", "ZR417") in found(lora) and ("warning", "ZR417") in found(quantized)
+    assert ("warning", "ZR417") not in found(quantized | {"dtype": "bfloat16"})
+    for changes in (
+        {"dtype": "bfloat16"},
+        {"dtype": "auto", "model_init_kwargs": {"dtype": "bfloat16"}},
+        {"bf16": False},
+        {"deepspeed": str(ROOT / "ds_configs/zero2.json")},
+        {"use_peft": False},
+    ):
+        assert ("warning", "ZR417") not in found(lora | changes), changes
 
 
 def test_the_shipped_configurations_have_no_finding(found):

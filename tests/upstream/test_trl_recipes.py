@@ -4,10 +4,11 @@ import json
 
 import numpy
 import pytest
+import torch
 from datasets import disable_caching, enable_caching
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, set_seed
-from trl import DatasetMixtureConfig, get_dataset
+from trl import DatasetMixtureConfig, ModelConfig, get_dataset, get_quantization_config
 
 from tests.helpers.tiny import ROOT, settings_with
 from zero_recipes.data.load import load_splits
@@ -19,6 +20,11 @@ def test_loading_by_class_is_still_needed(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(ROOT / "tiny_world" / "base")
     model.save_pretrained(tmp_path)
     assert model.load_state_dict(load_file(tmp_path / "model.safetensors"), False).missing_keys == ["lm_head.weight"]
+
+
+def test_4_bit_weights_are_still_multiplied_in_the_dtype_of_loading():
+    """Fails when TRL takes another than dtype, whose default is float32: then ZR417 is about memory alone."""
+    assert get_quantization_config(ModelConfig(load_in_4bit=True)).bnb_4bit_compute_dtype == torch.float32
 
 
 def test_a_split_is_drawn_by_the_recipes_seed_as_trl_draws_it_once_it_is_seeded(tmp_path):

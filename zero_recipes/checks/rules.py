@@ -13,23 +13,21 @@ from functools import partial
 from typing import Any
 
 from huggingface_hub import constants, get_token
-from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.base import get_keys_to_not_convert
 
 from zero_recipes.config.accelerate import is_on
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.recipe import Settings, loaded_dtype
 from zero_recipes.config.run import Run
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.data.audit import RowKeys
 from zero_recipes.engine.huggingface import attention_kernel
-from zero_recipes.model import built_or_none
+from zero_recipes.model import built_or_none, packed_elements
 
 # the texts of rules that are no more than a condition, and tables of values
 options = partial(package_yaml, __package__, "options.yaml")
 
+LITTLE = 0.2  # of the weights
 LOUD = 0.1  # a coefficient; most models have 0.001 to 0.02
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
 
@@ -62,7 +60,18 @@ def rule_findings(run: Run) -> Iterator[Finding]:
         yield finding("ZR194")
     if settings.load_in_4bit and run.stage == 3:
         yield finding("ZR416")
+    if run.config is not None and _frozen_in_float32(run):
+        yield finding("ZR417")
     yield from sequence_parallelism(run)
+
+
+def _frozen_in_float32(run: Run) -> bool:
+    """Under DeepSpeed and FSDP2 only 4-bit layers multiply in it."""
+    settings = run.settings
+    converts = run.strategy.is_deepspeed or run.strategy.is_fsdp
+    if not settings.use_peft or settings.precision == "fp32" or (converts and not settings.load_in_4bit):
+        return False
+    return loaded_dtype(settings, run.config.dtype) == "float32"
 
 
 def conditions(stops: dict[str, Any], silently: dict[str, Any]) -> Iterator[Finding]:
@@ -163,19 +172,13 @@ def silent_about_quantization(run: Run) -> dict[str, Any]:
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(settings.precision)
     is_other_storage = settings.load_in_4bit and storage != dtype
     return {
-        "quantizes_nothing": model is not None and not has_quantizable_layers(model),
+        "quantizes_little": model is not None and packed_elements(model) < LITTLE * model.num_parameters(),
         "quantized_random": settings.random_weights,
         "eight_bit_stage_3": settings.load_in_8bit and run.stage == 3,
         "four_bit_fsdp": is_other_storage and run.strategy.is_fsdp,
         "four_bit_storage": is_other_storage and run.strategy.is_deepspeed and dtype and storage != "uint8",
         "quantized_twice": run.ds.offload_param == "nvme" or run.ds.quantizes_weights or run.ds.hpz_partition_size != 1,
     }
-
-
-def has_quantizable_layers(model: nn.Module) -> bool:
-    """Whether bitsandbytes replaces a layer: none of a class derived from torch's, nor the LM head."""
-    kept = get_keys_to_not_convert(model)
-    return any(type(m) in (nn.Linear, Conv1D) and name not in kept for name, m in model.named_modules())
 
 
 def told_where_rows_begin() -> set[str]:

@@ -52,7 +52,7 @@ class Audit:
     rows: int
     truncated: int  # longer than max_length: cut, or with packing "bfd_split" and "wrapped" split
     dropped: int  # nothing supervised within max_length
-    # numbers of rows in which no token has a loss, however long they are; not of those of one token: blank lines
+    # numbers of rows without a loss, however long; not of those of one token, which are blank lines
     without_supervision: list[int]
     tokens: int
     supervised: int

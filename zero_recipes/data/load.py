@@ -70,7 +70,7 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
 
 
 def _part(splits: DatasetDict, name: str) -> Rows:
-    """A split, or what `load_dataset` takes for a part of one ("train[:1000]") or for several."""
+    """A split, or parts as `load_dataset` takes them: "train[:1000]+test"."""
     if name in splits:
         return splits[name]
     lengths = {split: len(rows) for split, rows in splits.items()}

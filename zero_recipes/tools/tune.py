@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 
 from zero_recipes.config.accelerate import FOLDER, launched_environment
+from zero_recipes.config.keys import tables
 from zero_recipes.config.recipe import Recipe, RowLengths, derive_accumulation
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import FILES, at_hand, write_text
@@ -43,16 +44,6 @@ SAMPLED = 1000  # rows, for the length of packs
 APART = 0.01  # the same rows in a step
 PACKED_APART = 0.1  # other rows, as many tokens
 RECOMPUTES = "activation_checkpointing"
-ONLY_MEASURED = (
-    "--eval_strategy=no",
-    "--load_best_model_at_end=false",
-    "--early_stopping_patience=null",
-    "--sample_prompts=0",
-    "--skip_plan=true",
-    "--push_to_hub=false",
-    "--report_to=none",
-    "--overwrite=true",
-)
 
 
 def tune(arguments: argparse.Namespace) -> int:
@@ -82,7 +73,8 @@ def tune(arguments: argparse.Namespace) -> int:
     def measure(run: sweep.SweepRun, steps: int, place: str) -> Row:
         started = time.monotonic()
         label = f"[{place}, {steps} steps] {described(run)}"
-        words = [*overrides, *ONLY_MEASURED, f"--max_steps={steps}"]
+        values = tables()["only_measured"] | {"max_steps": steps}
+        words = [*overrides, *(f"--{key}={value}" for key, value in values.items())]
         metrics = sweep.launched(path, run, folder / run.name, label, processes, words, console)
         row = Row(run, steps, metrics, time.monotonic() - started)
         console.print(plain(f"{label}: {row.summary}"), soft_wrap=True)

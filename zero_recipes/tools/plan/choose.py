@@ -12,14 +12,19 @@ from zero_recipes.core.host import Gpu
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.cost import Speed, estimate
 from zero_recipes.tools.plan.formulas import overheads
-from zero_recipes.tools.plan.job import Job, PlanRequest, Strategies, in_own_dtype, shares_nothing, warned, why_not
+from zero_recipes.tools.plan.job import (
+    Job,
+    PlanRequest,
+    Strategies,
+    in_own_dtype,
+    shares_nothing,
+    warned,
+    why_not,
+    words,
+)
 from zero_recipes.tools.plan.predict import Fit, Predict, fit_of
 
 MOST_SEQUENCES = 4096  # a micro batch beyond it gains nothing
-LIGHTER: dict[str, dict] = {
-    "LoRA": {"use_peft": True},
-    "QLoRA": {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
-}
 LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
 NEARLY = 1.1  # times as long may a job take that fits for sure
 GAIN = 0.97  # of the time, for which larger micro batches are worth a change
@@ -270,7 +275,7 @@ def lighter(request: PlanRequest, advice: Recommendation, predict: Predict, gues
     """LoRA and QLoRA in the recipe's place, each under the strategy that `guess` recommends."""
     settings = request.recipe.settings
     found = {}
-    for name, values in LIGHTER.items():
+    for name, values in words()["lighter"].items():
         if settings.load_in_4bit or settings.load_in_8bit or (name == "LoRA" and settings.use_peft):
             continue  # as the recipe is, or lighter
         with suppress(Refusal):  # LoRA without target modules for this architecture

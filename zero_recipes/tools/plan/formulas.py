@@ -18,14 +18,13 @@ from zero_recipes.core.files import package_yaml
 from zero_recipes.core.zero_paper import FP32, MIXED, ModelState, model_state_bytes
 from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import PARTS, CheckpointBytes, HostBytes, ModelStateBytes, Prediction, ReservedRange
-from zero_recipes.tools.plan.job import Job
+from zero_recipes.tools.plan.job import Job, words
 from zero_recipes.tools.plan.shape import Shape, shape_of
 
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
 DEFAULT_LIVE = 1_000_000_000  # elements; `max_live_parameters`
 THREADS = 2  # that multiply: the one that runs forward, and autograd's
 BEFORE_TRAINING = ("model_loaded", "engine_built")  # of `memory_phases`
-NOTE = "By textbook formulas: copies in fp32 inside norms, masks and workspace of kernels are not in the numbers."
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,8 @@ class Sizes:
 
     @property
     def linear(self) -> int:
-        """Weights that bitsandbytes packs: not embedding, head and adapter."""
-        if not self.job.quantizes:
-            return 0
-        adapter = self.trainable if self.settings.use_peft else 0
-        return self.shape.multiplied - self.shape.embedding - adapter
+        """Weights that bitsandbytes packs."""
+        return self.shape.packed if self.job.quantizes else 0
 
     def stored(self, width: int, trained: int = 0) -> float:
         """Bytes of all weights, without `scales`. `trained`: the width of those that train."""
@@ -478,7 +474,7 @@ def predict_by_formulas(job: Job) -> Prediction:
         nvme_bytes=int(job.ranks_per_node * terms.on_nvme),
         communication_bytes_per_step=_whole(terms.moved) if sizes.ranks > 1 else {},
         flops_per_step=sizes.flops(),
-        notes=[NOTE],
+        notes=[words()["by_formulas"]],
     )
 
 

@@ -394,8 +394,10 @@ def _files(name: str, kind: str) -> list[list[Any]]:
 
 
 def in_own_dtype(job: Job) -> Job:
-    """Alone, frozen weights in bf16 if products are: TRL's default is fp32, which only DeepSpeed converts."""
-    if job.strategy == SINGLE and job.settings.use_peft and job.settings.precision == "bf16":
+    """Frozen weights in bf16 if products are: otherwise `check` warns (ZR417)."""
+    settings = job.settings
+    converts = job.ds_config is not None or job.is_fsdp
+    if settings.use_peft and settings.precision == "bf16" and (settings.load_in_4bit or not converts):
         return job.changed(dtype="bfloat16")
     return job
 

@@ -29,6 +29,7 @@ class Shape:
     parameters: int
     trainable: int
     multiplied: int  # those in matrix products: all but the embedding's rows
+    packed: int  # those that bitsandbytes would pack
     adapted: float  # inputs of one layer's adapters
     layers: int
     hidden: int
@@ -59,19 +60,21 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
     from peft import get_peft_model
     from transformers import AutoConfig
 
-    from zero_recipes.model import adapter_config, build_on_meta, decoder_layers
+    from zero_recipes.model import adapter_config, build_on_meta, decoder_layers, packed_elements
 
     with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
         config = AutoConfig.for_model(**raw)
         model = build_on_meta(config)
         embedding = model.get_input_embeddings().weight
         kinds = decoder_layers(model)
+        packed = packed_elements(model)
         is_tied = model.get_output_embeddings().weight is embedding
         peft_config = adapter_config(Settings(dict(lora)))
         if peft_config is not None:
             model = get_peft_model(model, peft_config)
     fields = _counts(model) | _widths(config.get_text_config())
     fields["multiplied"] = fields["parameters"] - (0 if is_tied else embedding.numel())
+    fields["packed"] = packed
     fields["decoder_layers"] = kinds
     fields["adapted"] /= fields["layers"]
     fields["dtype"] = str(config.dtype or "float32").removeprefix("torch.")

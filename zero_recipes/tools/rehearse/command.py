@@ -129,7 +129,7 @@ def shortened(settings: recipes.Settings, replicas: int) -> dict[str, Any]:
 
 
 def first_rows(settings: recipes.Settings, count: int) -> dict[str, Any]:
-    """Overrides for the first rows of each split. A stream is read only as far as it is trained on."""
+    """Overrides for the first rows of each split. A stream needs none."""
 
     def part(split: str | None) -> str:
         split = split or "train"

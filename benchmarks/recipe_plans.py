@@ -1,0 +1,125 @@
+"""The planned memory of each shipped recipe on the GPUs that it is for: python -m benchmarks.recipe_plans
+
+Writes results/recipe_plans.json, and the ranges in the recipes' headers. docs/recipes.md is made from the former
+(scripts/reference.py). Needs no GPU: two cores take about a quarter of an hour.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from zero_recipes.core.files import write_json
+from zero_recipes.core.host import hardware_facts, library_versions
+from zero_recipes.engine.warnings import quieten
+from zero_recipes.metrics.schema import Prediction
+from zero_recipes.tools.arguments import parse_arguments
+from zero_recipes.tools.plan.command import requested
+from zero_recipes.tools.plan.job import Job
+from zero_recipes.tools.plan.predict import Predictor
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "recipe_plans.json"
+SECONDS = 3600.0  # for all simulations
+# recipe: GPUs, their name for `zero-recipes plan --gpu`, the strategy (None: the recipe's own ds_config)
+MACHINES = {
+    "gemma-3-1b-lora": [(1, "rtx4090-24gb", "single")],
+    "gemma-3-4b-lora": [(1, "rtx4090-24gb", "single")],
+    "gpt-oss-20b-lora": [(1, "h100-80gb", "single")],
+    "llama-3.1-8b": [(4, "h100-80gb", "zero2"), (4, "h100-80gb", "zero3")],
+    "llama-3.1-8b-lora": [(1, "a100-40gb", "single"), (2, "rtx4090-24gb", "zero3")],
+    "llama-3.1-8b-qlora": [(1, "rtx4090-24gb", "single")],
+    "llama-3.2-1b": [(1, "a100-40gb", "single")],
+    "llama-3.2-3b-lora": [(1, "rtx4090-24gb", "single")],
+    "mistral-7b-qlora": [(1, "rtx4090-24gb", "single")],
+    "mistral-small-24b-lora": [(1, "h100-80gb", "single")],
+    "olmo-2-7b": [(4, "h100-80gb", "zero2"), (4, "h100-80gb", "zero3")],
+    "phi-4-lora": [(1, "l40s-48gb", "single")],
+    "pythia": [(2, "h200-141gb", "zero2"), (2, "h100-80gb", "zero3")],
+    "pythia-12b": [(1, "rtx4090-24gb", "zero3_infinity"), (2, "rtx4090-24gb", "zero3_offload")],
+    "pythia-2.8b": [(2, "a100-80gb", "zero2"), (2, "a100-80gb", "zero3")],
+    "pythia-410m": [(1, "rtx4090-24gb", "single"), (2, "rtx4090-24gb", "zero2")],
+    "pythia-410m-fp16": [(2, "t4-16gb", "zero2")],
+    "pythia-410m-zero2-fp16": [(2, "t4-16gb", None)],
+    "pythia-fast": [(2, "h200-141gb", "zero2"), (2, "h100-80gb", "zero3")],
+    "pythia-full": [(2, "h200-141gb", "zero2"), (2, "h100-80gb", "zero3")],
+    "pythia-lora": [(2, "a100-40gb", "zero2"), (2, "rtx4090-24gb", "zero3")],
+    "pythia-qlora": [(2, "rtx4090-24gb", "zero2")],
+    "pythia-zero2": [(2, "h200-141gb", None)],
+    "pythia-zero3": [(2, "h100-80gb", None)],
+    "qwen-long": [(2, "h100-80gb", "zero3")],
+    "qwen3-0.6b": [(1, "rtx4090-24gb", "single")],
+    "qwen3-4b": [(2, "h100-80gb", "zero2"), (4, "a100-40gb", "zero3")],
+    "qwen3-4b-code-lora": [(1, "rtx4090-24gb", "single")],
+    "qwen3-4b-lora": [(1, "rtx4090-24gb", "single")],
+    "qwen3-4b-thinking-lora": [(1, "h100-80gb", "single")],
+    "qwen3-8b": [(4, "h100-80gb", "zero2"), (4, "h100-80gb", "zero3")],
+    "qwen3-8b-lora": [(1, "a100-40gb", "single"), (2, "rtx4090-24gb", "zero3")],
+    "qwen3-8b-qlora": [(1, "rtx4090-24gb", "single")],
+    "smollm2-1.7b-lora": [(1, "rtx4090-24gb", "single")],
+    "smollm3-3b": [(1, "h100-80gb", "single")],
+    "smollm3-3b-tools-lora": [(1, "rtx4090-24gb", "single")],
+}
+IN_A_HEADER = re.compile(r"^(#   (\d+) x (.+?)  +(\w+) +)[\d.]+ to [\d.]+(?:, from formulas)?$", re.MULTILINE)
+
+
+def job_of(recipe: str, count: int, gpu: str, strategy: str | None) -> Job:
+    words = ["plan", f"recipes/{recipe}.yaml", "--gpus", str(count), "--gpu", gpu]
+    if strategy is not None:
+        words += ["--strategies", strategy]
+    if strategy == "zero3_infinity":
+        words += ["--nvme", "1000"]
+    (job,), _ = requested(parse_arguments(words), []).jobs()
+    return job
+
+
+def row_of(job: Job, gpu: str, prediction: Prediction) -> dict:
+    reserved = prediction.reserved_bytes
+    return {
+        "gpus": job.world_size,
+        "gpu": gpu,
+        "strategy": job.strategy,
+        "micro_batch": f"{prediction.micro_batch_size} x {prediction.max_length:,} tokens",
+        "low_bytes": reserved.low,
+        "high_bytes": reserved.high,
+        "source": prediction.source,
+    }
+
+
+def in_words(row: dict) -> str:
+    """ "12.3 to 16.6, from formulas": of one GPU in GB."""
+    source = "" if row["source"] == "engine" else ", from formulas"
+    return f"{row['low_bytes'] / 1e9:.1f} to {row['high_bytes'] / 1e9:.1f}{source}"
+
+
+def with_ranges(header: str, rows: list[dict]) -> str:
+    """The recipe's text with the ranges of its rows, whose cards are named as "RTX 4090 24 GB" there."""
+    known = {}
+    for row in rows:
+        known[row["gpus"], row["gpu"].replace("-", ""), row["strategy"]] = in_words(row)
+
+    def renewed(found: re.Match) -> str:
+        card = found[3].lower().replace(" ", "").replace("-", "")
+        return found[1] + known[int(found[2]), card, found[4]]
+
+    return IN_A_HEADER.sub(renewed, header)
+
+
+def main() -> None:
+    quieten()
+    os.chdir(ROOT)
+    predict = Predictor(seconds=SECONDS)
+    jobs = []  # (recipe, gpu, job)
+    for recipe, machines in MACHINES.items():
+        jobs += [(recipe, gpu, job_of(recipe, count, gpu, strategy)) for count, gpu, strategy in machines]
+    predict.prepare([job for _, _, job in jobs], lambda job, left: print(f"{job.model} {job.strategy}, {left} left"))
+    plans: dict[str, list[dict]] = {}
+    for recipe, gpu, job in jobs:
+        plans.setdefault(recipe, []).append(row_of(job, gpu, predict(job)))
+    write_json(RESULTS, {"hardware": hardware_facts("cpu"), "versions": library_versions(), "plans": plans})
+    for recipe, rows in plans.items():
+        path = ROOT / "recipes" / f"{recipe}.yaml"
+        path.write_text(with_ranges(path.read_text(), rows))
+
+
+if __name__ == "__main__":
+    main()
