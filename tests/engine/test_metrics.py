@@ -87,8 +87,9 @@ OWNERS = {"use_multi_rank_bucket_allreduce": False}
 def test_each_step_sends_what_the_source_says(two, tmp_path, stage, accumulation, zero, wanted):
     config = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
     config["zero_optimization"] |= zero
-    # of four steps two are counted, and the first of them is left out
-    recipe = write_recipe(tmp_path, deepspeed=config, gradient_accumulation_steps=accumulation, max_steps=4)
+    # of four steps two are counted, and the first of them is left out; what the checkpoint between them sends is, too
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    recipe = write_recipe(tmp_path, deepspeed=config, gradient_accumulation_steps=accumulation, max_steps=4, **saves)
     metrics = two.run(cases.train, argv=[str(recipe), "--output_dir", str(tmp_path / "out")])[0]["metrics"]
     phi, sent = 2 * metrics["trainable_parameters"], metrics["communication_bytes_per_step"]
     assert paper_volume(sent) / phi == pytest.approx(wanted, rel=0.02)

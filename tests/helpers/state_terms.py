@@ -75,7 +75,8 @@ def _stages_1_and_2(
     groups: Groups, world_size: int, rank: int, stage: int, reduce_bucket: int, widths: Widths
 ) -> dict[str, int]:
     """zero/stage_1_and_2.py: flat groups (505), masters per partition (560), gradient buffer (2187-2194), a copy of
-    one group at a time for its master in step() (3118, 3126); the buffer is freed with the last group."""
+    one group at a time for its master in step() (3118, 3126); the buffer is freed with the last group. One process has
+    no buffer (contiguous_gradients false, config/ds_config.py): each group's gradients go with their copy."""
     padded = [-(-sum(group) // (align := START_ALIGNMENT * world_size)) * align for group in groups]
     mine, others = [], []
     for group, size in zip(groups, padded, strict=True):
@@ -87,7 +88,10 @@ def _stages_1_and_2(
     tail = sum(size - sum(group) for group, size in zip(groups[1:], padded[1:], strict=True))
     step = partition + widths.master * padded[0] // world_size + widths.weight * tail * (rank == world_size - 1)
     backward = 0
-    if stage == 1:  # stage 2 frees gradients of other ranks once they are reduced (2252-2261)
+    if world_size == 1:
+        step = widths.master * padded[0] + widths.weight * sum(padded[1:])
+        backward = partition
+    elif stage == 1:  # stage 2 frees gradients of other ranks once they are reduced (2252-2261)
         large = [size for size in others if size > reduce_bucket]  # kept until backward ends
         embedding = groups[0][0]  # the model's first tensor: its gradient comes last and is not reduced yet
         in_flight = embedding if embedding > reduce_bucket and padded[0] // world_size * rank < embedding else 0

@@ -145,8 +145,7 @@ class StageMetricsCallback(TrainerCallback):
         peak = peak_memory(self.device)
         peak_bytes = self.tokens.new_tensor([peak["allocated"] or peak["rss"]])
         own = torch.cat([self.tokens - self.used.logged, peak_bytes])
-        with self.communication.not_counted():
-            everyone = gather_rows(own.unsqueeze(0))
+        everyone = gather_rows(own.unsqueeze(0))
         logs = self.used.since_last_log(everyone[:, :-1].sum(0), self.steps, self.identity.world_size)
         self.used.logged = self.tokens
         logs["peak_memory_bytes"] = int(everyone[:, -1].max())
@@ -234,6 +233,7 @@ class StageMetricsCallback(TrainerCallback):
             self.count_tokens(inputs)
 
     def on_step_begin(self, args, state, control, **kwargs):
+        self.communication.begin_step()
         if self.done == self.probed:  # the second one where there is one: Adam's states exist from it on
             self.probe.attach()
 
@@ -259,8 +259,7 @@ class StageMetricsCallback(TrainerCallback):
         norm_or_0 = loss.new_zeros(()) if norm is None else norm.to(loss)
         signal = loss.new_full((), signalled())
         own = torch.stack([loss, norm_or_0, signal]).reshape(1, 3)
-        with self.communication.not_counted():
-            everyone = gather_rows(own).tolist()
+        everyone = gather_rows(own).tolist()
         losses, norms, signals = zip(*everyone, strict=True)
         self.signalled = any(signals)
         self.step_losses.append(sum(losses) / len(losses))

@@ -1,11 +1,10 @@
 """Bytes that one optimizer step sends through each collective, as sizes of the full, unsharded tensors."""
 
-import contextlib
 import functools
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -76,18 +75,23 @@ class CommunicationCounter:
         elif self.passing is not None:
             self.passing.__enter__()  # no `with` block can span what is counted
 
+    def begin_step(self) -> None:
+        """What was sent since the last one, by an evaluation or a save, counts in none."""
+        self.now = Step(Counter(), Counter())
+        if self.passing is not None:
+            self.passing.bytes.clear()
+
     def end_step(self) -> None:
         everyone = list(range(self.strategy.world_size))
         if self.passing is not None:
             for collective, size in self.passing.bytes.items():
                 self._add(collective, size, everyone)
-            self.passing.bytes.clear()
         elif not self.strategy.is_deepspeed and self.strategy.world_size > 1:
             # the buckets of DistributedDataParallel hold each gradient once
             trained = [p for p in self.engine.parameters() if p.requires_grad]
             self._add("all_reduce", _size(trained), everyone)
         self.steps.append(self.now)
-        self.now = Step(Counter(), Counter())
+        self.begin_step()
 
     def stop(self) -> None:
         if self.strategy.is_deepspeed:
@@ -96,16 +100,6 @@ class CommunicationCounter:
                 vars(backend).pop(name, None)  # the class's own method shows again
         elif self.passing is not None:
             self.passing.__exit__(None, None, None)
-
-    @contextlib.contextmanager
-    def not_counted(self) -> Iterator[None]:
-        """What is sent inside is the metrics' own."""
-        if self.passing is None:  # not sent through what is counted
-            yield
-            return
-        before = self.passing.bytes.copy()
-        yield
-        self.passing.bytes = before
 
     def median(self) -> dict[str, int]:
         """{collective: bytes per optimizer step}, the median over the counted steps but the first of several.

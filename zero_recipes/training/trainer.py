@@ -318,8 +318,7 @@ class ZeroSFTTrainer(SFTTrainer):
     def _leave_if_signalled(self) -> None:
         """Raises CutShort on all ranks. Collective."""
         if self.signals.are_heard:
-            with self.stage_metrics.communication.not_counted():
-                self.signals.raise_if_any(self.accelerator.device)
+            self.signals.raise_if_any(self.accelerator.device)
 
     def _get_train_sampler(self, train_dataset=None):
         self._train_sampler = super()._get_train_sampler(train_dataset)
