@@ -24,7 +24,7 @@ SECONDS = 3600.0  # for all simulations
 MACHINES = {
     "gemma-3-1b-lora": [(1, "rtx4090-24gb", "single")],
     "gemma-3-4b-lora": [(1, "rtx4090-24gb", "single")],
-    "gpt-oss-20b-lora": [(1, "h100-80gb", "single")],
+    "gpt-oss-20b-lora": [(1, "h100-80gb", "single"), (1, "h200-141gb", "single")],
     "llama-3.1-8b": [(4, "h100-80gb", "zero2"), (4, "h100-80gb", "zero3")],
     "llama-3.1-8b-lora": [(1, "a100-40gb", "single"), (2, "rtx4090-24gb", "zero3")],
     "llama-3.1-8b-qlora": [(1, "rtx4090-24gb", "single")],

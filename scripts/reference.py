@@ -2,7 +2,8 @@
 
 docs/codes.md from core/findings.yaml; the table of docs/metrics.md and docs/metrics.schema.json from the models of
 metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a recipe; the table of
-docs/recipes.md from the recipes, their headers, and benchmarks/results/gpu_h200.json. Exits 1 where a file changed.
+docs/recipes.md from the recipes, and recipe_plans.json and gpu_h200.json in benchmarks/results. Exits 1 where a file
+changed.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ CODES = """# Codes
 loads weights. `zero-recipes explain ZR104` prints cause, fix and an example. "Can be ignored": `ignore: [ZR608]` in a
 recipe makes the error a warning. <Angle brackets> stand for values of the run.
 """
-PLANNED = re.compile(r"^#   (\d+ x .+?)  +(\w+) +([\d.]+ to [\d.]+(?:, from formulas)?)$", re.MULTILINE)  # in a header
+RESULTS = ROOT / "benchmarks" / "results"
 MEASURED_AS = {"pythia": "pythia-6.9b", "pythia-410m": "pythia-410m"}  # recipe: model of gpu_h200.json
 FIELDS = yaml.safe_load(Path(schema.__file__).with_name("fields.yaml").read_text())
 YAML_TYPES = ("boolean", "integer", "number", "string", "array", "object")
@@ -151,22 +152,28 @@ def key_rows() -> Iterator[str]:
 
 
 def recipe_rows() -> Iterator[str]:
-    """A row for each recipe; planned memory as its header has it, measured memory as one H200 had it."""
+    """A row for each recipe, with its planned memory, and the measured one as one H200 had it."""
     yield "| recipe | model | method | data | planned GB per GPU | measured GB |\n| --- | --- | --- | --- | --- | --- |"
-    runs = json.loads((ROOT / "benchmarks" / "results" / "gpu_h200.json").read_text())["rows"]
+    runs = json.loads((RESULTS / "gpu_h200.json").read_text())["rows"]
+    plans = json.loads((RESULTS / "recipe_plans.json").read_text())["plans"]
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
-        text = path.read_text()
-        recipe = yaml.safe_load(text)
-        planned = [f"{card.strip()}, {strategy}: {range_}" for card, strategy, range_ in PLANNED.findall(text)]
+        recipe = yaml.safe_load(path.read_text())
         cells = [
             f"`{path.name}`",
             recipe["model_name_or_path"].removeprefix("./"),
             method(recipe),
             ", ".join(entry["path"] for entry in recipe.get("datasets", [])) or recipe["dataset_name"],
-            "<br>".join(planned),
+            "<br>".join(map(planned, plans.get(path.stem, []))),
             "<br>".join(f"{strategy}: {peak:.1f}" for strategy, peak in measured(runs, path.stem).items()),
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+def planned(row: dict) -> str:
+    """ "2 x h100-80gb, zero3: 69.8 to 94.1": GB of each GPU."""
+    source = "" if row["source"] == "engine" else ", from formulas"
+    sizes = f"{row['low_bytes'] / 1e9:.1f} to {row['high_bytes'] / 1e9:.1f}{source}"
+    return f"{row['gpus']} x {row['gpu']}, {row['strategy']}: {sizes}"
 
 
 def method(recipe: dict) -> str:
