@@ -23,7 +23,7 @@ from zero_recipes.core.host import hardware_facts
 from zero_recipes.core.tables import terminal
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.tools.plan.job import known_models
-from zero_recipes.tools.rehearse import command
+from zero_recipes.tools.rehearse import launches
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "rehearsals.json"
@@ -99,20 +99,20 @@ def rehearse(recipe: Path, strategy: str, words: list[str], folder: Path) -> dic
     cpu_seconds = cpu_seconds_of_children()
     found = {"recipe": recipe.name, "strategy": strategy, "ranks": GPUS}
     try:
-        rehearsal = command.read_rehearsal(arguments, folder, terminal())
+        rehearsal = launches.read_rehearsal(arguments, folder, terminal())
     except Refusal as refusal:
         return found | {"refused": refusal.codes}
-    ran = command.launch_all(rehearsal, folder, terminal())
+    ran = launches.launch_all(rehearsal, folder, terminal())
     phases = {}
-    for row in command.table_of(rehearsal, ran):
+    for row in launches.table_of(rehearsal, ran):
         seconds = None if row.seconds is None else round(row.seconds, 1)
         phases[row.phase] = {"result": row.result, "seconds": seconds, "detail": row.detail}
         if row.finding is not None:
             print(row.finding)
-    launches = {name: round(one.seconds, 1) for name, one in ran.items()}
+    seconds_of = {name: round(one.seconds, 1) for name, one in ran.items()}
     seconds = round(time.perf_counter() - began, 1)
     found |= {"seconds": seconds, "cpu_seconds": round(cpu_seconds_of_children() - cpu_seconds, 1)}
-    return found | {"load": round(os.getloadavg()[1], 1), "launches": launches, "phases": phases}
+    return found | {"load": round(os.getloadavg()[1], 1), "launches": seconds_of, "phases": phases}
 
 
 def cpu_seconds_of_children() -> float:

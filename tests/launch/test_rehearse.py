@@ -24,7 +24,7 @@ from zero_recipes.tools import main as cli
 from zero_recipes.tools import sweep
 from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.plan.job import known_models
-from zero_recipes.tools.rehearse import command, one_gpu, phases, small
+from zero_recipes.tools.rehearse import launches, one_gpu, phases, small
 
 RUNS = ("longest", "whole", "killed", "resumed", "fewer")
 LORA = {"use_peft": True, "lora_target_modules": ["all-linear"]}
@@ -43,7 +43,7 @@ def rehearse(recipe: Path, strategy: str, monkeypatch, capsys, really_killed: bo
         return run_forked(words, folder, *more, until=saved.is_set)
 
     def kill_when_saved(out: Path, over: threading.Event) -> None:
-        while not over.wait(command.POLL_SECONDS):
+        while not over.wait(launches.POLL_SECONDS):
             if (out / phases.FIRST / MANIFEST).exists():
                 over.set()
                 saved.set()
@@ -51,7 +51,7 @@ def rehearse(recipe: Path, strategy: str, monkeypatch, capsys, really_killed: bo
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sweep, "run_logged", run)
     if not really_killed:
-        monkeypatch.setattr(command, "_kill_when_saved", kill_when_saved)
+        monkeypatch.setattr(launches, "_kill_when_saved", kill_when_saved)
     argv = ["rehearse", str(recipe), "--gpus", "2", "--config_file", f"{strategy}.yaml"]
     code = cli.main([*argv, "--output_dir", str(recipe.parent / "rehearsal")])
     return code, capsys.readouterr().out.partition("Phase ")[2]
@@ -296,7 +296,7 @@ def test_the_schedule_of_epochs_is_that_of_the_whole_job(tmp_path, monkeypatch):
     keys = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 2, "global_batch_size": 32}
     recipe = write_recipe(tmp_path, dataset_name=str(write_rows(tmp_path / "many", 200)), **keys)
     arguments = parse_arguments(["rehearse", str(recipe), "--gpus", "8", "--rows", "20"])
-    rehearsal = command.read_rehearsal(arguments, tmp_path / "rehearsal", Console(quiet=True))
+    rehearsal = launches.read_rehearsal(arguments, tmp_path / "rehearsal", Console(quiet=True))
     assert phases.scheduled(rehearsal, {}) == "ends with step 14"  # 200 rows in steps of 32, twice
     gone = replace(rehearsal, settings=rehearsal.settings.replace(dataset_name=str(tmp_path / "gone")))
     assert phases.scheduled(gone, {}).startswith("not judged: ")
@@ -318,14 +318,14 @@ def test_the_schedule_of_epochs_is_that_of_the_whole_job(tmp_path, monkeypatch):
     ],
 )
 def test_the_first_rows_of_each_split_are_taken(keys, taken):
-    assert command.first_rows(settings_with(**keys), 20) == taken
+    assert launches.first_rows(settings_with(**keys), 20) == taken
 
 
 def test_a_recipe_that_names_its_launch_is_rehearsed_on_other_processes(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     recipe = write_recipe(tmp_path, num_processes=8, accelerate_config="zero3")
     arguments = parse_arguments(["rehearse", str(recipe), "--gpus", "8"])
-    rehearsal = command.read_rehearsal(arguments, tmp_path / "rehearsal", Console(quiet=True))
+    rehearsal = launches.read_rehearsal(arguments, tmp_path / "rehearsal", Console(quiet=True))
     assert (rehearsal.ranks, rehearsal.config_file.name) == (2, "zero3.yaml")
     environment = launched_environment(rehearsal.config_file, rehearsal.ranks)
     named, launched = (recipes.recipe_in_force(path) for path in (recipe, rehearsal.recipe))
@@ -388,12 +388,12 @@ def test_a_vision_tower_is_cut_too(tmp_path):
     ],
 )
 def test_as_many_ranks_as_the_machine_takes(gpus, cards, cores, shares, ranks):
-    assert command.ranks_of(gpus, cards, cores, shares) == ranks
+    assert launches.ranks_of(gpus, cards, cores, shares) == ranks
 
 
 def test_what_needs_a_gpu_is_named_and_replaced():
     settings = settings_with(tf32=True, optim="paged_adamw_8bit", attn_implementation="flash_attention_2")
-    words, needed = command.cpu_words(settings)
+    words, needed = launches.cpu_words(settings)
     assert needed == ["attn_implementation: flash_attention_2", "tf32: True", "optim: paged_adamw_8bit"]
     assert " ".join(words).endswith("--attn_implementation sdpa --tf32 null --optim adamw_torch")
 
@@ -430,7 +430,7 @@ exec tail -f /dev/null
 def test_ranks_on_one_gpu_are_machines_of_their_own(tmp_path):
     rehearsal = rehearsal_with()
     rehearsal.__dict__["nccl"] = Path("/nccl.so")
-    words = command.command_of(rehearsal, tmp_path / "whole")
+    words = launches.command_of(rehearsal, tmp_path / "whole")
     assert words[:4] == ["bash", str(one_gpu.SCRIPT), "/nccl.so", "2"]
     assert "accelerate.commands.launch" in words and "--num_machines" not in words
     stub = tmp_path / "stub.sh"
