@@ -1,7 +1,7 @@
 """The planned memory of each shipped recipe on the GPUs that it is for: python -m benchmarks.recipe_plans
 
 Writes results/recipe_plans.json, and the ranges in the recipes' headers. docs/recipes.md is made from the former
-(scripts/reference.py). Needs no GPU: two cores take about a quarter of an hour.
+(scripts/reference.py). Needs no GPU, and 40 minutes of processor time.
 """
 
 import os

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.recipe_plans import in_words  # noqa: E402
 from zero_recipes.config import keys  # noqa: E402
 from zero_recipes.config.keys import UNTYPED, accepted_types  # noqa: E402
 from zero_recipes.core import findings  # noqa: E402
@@ -171,9 +172,7 @@ def recipe_rows() -> Iterator[str]:
 
 def planned(row: dict) -> str:
     """ "2 x h100-80gb, zero3: 69.8 to 94.1": GB of each GPU."""
-    source = "" if row["source"] == "engine" else ", from formulas"
-    sizes = f"{row['low_bytes'] / 1e9:.1f} to {row['high_bytes'] / 1e9:.1f}{source}"
-    return f"{row['gpus']} x {row['gpu']}, {row['strategy']}: {sizes}"
+    return f"{row['gpus']} x {row['gpu']}, {row['strategy']}: {in_words(row)}"
 
 
 def method(recipe: dict) -> str:
