@@ -1,9 +1,9 @@
 """Write what the reference pages take from the code: python scripts/reference.py
 
 docs/codes.md from core/findings.yaml; the table of docs/metrics.md and docs/metrics.schema.json from the models of
-metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a recipe; the table of
-docs/recipes.md from the recipes, and recipe_plans.json and gpu_h200.json in benchmarks/results. Exits 1 where a file
-changed.
+metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a recipe; the tables
+of docs/recipes.md from the recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json in benchmarks/results.
+Exits 1 where a file changed.
 """
 
 import dataclasses
@@ -45,12 +45,13 @@ PYTHON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
 def main() -> int:
+    recipes = with_table((DOCS / "recipes.md").read_text(), list(recipe_rows()))
     files = {
         DOCS / "codes.md": codes(),
-        DOCS / "metrics.md": with_table(DOCS / "metrics.md", list(metrics_rows(Metrics))),
+        DOCS / "metrics.md": with_table((DOCS / "metrics.md").read_text(), list(metrics_rows(Metrics))),
         DOCS / "metrics.schema.json": metrics_schema(),
-        DOCS / "recipe.md": with_table(DOCS / "recipe.md", list(key_rows())),
-        DOCS / "recipes.md": with_table(DOCS / "recipes.md", list(recipe_rows())),
+        DOCS / "recipe.md": with_table((DOCS / "recipe.md").read_text(), list(key_rows())),
+        DOCS / "recipes.md": with_table(recipes, list(rehearsal_rows()), ": rehearsals"),
         ROOT / "recipes" / "schema.json": recipe_schema(),
     }
     changed = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
@@ -60,11 +61,11 @@ def main() -> int:
     return int(bool(changed))
 
 
-def with_table(page: Path, lines: list[str]) -> str:
-    """The page with the lines between its two marks."""
+def with_table(page: str, lines: list[str], name: str = "") -> str:
+    """The page with the lines between the two marks of this name."""
     table = "\n".join(["", *lines, "", ""])
-    pattern = r"(<!-- made by scripts/reference.py -->\n).*?(<!-- end -->)"
-    return re.sub(pattern, lambda found: found[1] + table + found[2], page.read_text(), flags=re.DOTALL)
+    pattern = rf"(<!-- made by scripts/reference.py{name} -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda found: found[1] + table + found[2], page, flags=re.DOTALL)
 
 
 def codes() -> str:
@@ -167,6 +168,21 @@ def recipe_rows() -> Iterator[str]:
             "<br>".join(map(planned, plans.get(path.stem, []))),
             "<br>".join(f"{strategy}: {peak:.1f}" for strategy, peak in measured(runs, path.stem).items()),
         ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def rehearsal_rows() -> Iterator[str]:
+    """A row for each rehearsal: seconds of the whole and of its phases, and the phases that are not ok."""
+    found = json.loads((RESULTS / "rehearsals.json").read_text())["rehearsals"]
+    timed = [phase for phase, row in found["tiny zero2"]["phases"].items() if row["seconds"] is not None]
+    yield f"| recipe | strategy | s | CPU s | {' | '.join(timed)} | else |"
+    yield f"| --- | --- |{' ---: |' * (2 + len(timed))} --- |"
+    for name, rehearsal in sorted(found.items()):
+        phases = rehearsal["phases"]
+        seconds = [phases[phase]["seconds"] for phase in timed]
+        other = [f"{phase} {row['result']}" for phase, row in phases.items() if row["result"] != "ok"]
+        whole = [rehearsal["strategy"], f"{rehearsal['seconds']:.0f}", f"{rehearsal['cpu_seconds']:.0f}"]
+        cells = [f"`{name}`", *whole, *("" if each is None else f"{each:.1f}" for each in seconds), "; ".join(other)]
         yield f"| {' | '.join(cells)} |"
 
 

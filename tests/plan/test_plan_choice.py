@@ -225,6 +225,14 @@ def test_what_fits_for_sure_is_taken_instead_of_what_may_run_out_at_nearly_the_s
     assert better_than(start, lambda j: 70, [four_bits]) is None
 
 
+def test_at_nearly_the_price_the_gpus_are_taken_on_which_it_fits_for_sure():
+    """On 8 GPUs a step has four times the tokens of one on 2: at 1 s its tokens cost the same."""
+    for seconds, by_price, wanted in ((1.05, True, 8), (1.3, True, 2), (1.05, False, 2)):
+        rows = [*rows_of({"zero3": (75, 1)}, ranks=2), *rows_of({"zero2": (20, seconds)}, ranks=8)]
+        found = choose.best_machine(choose.on_each_machine(rows, H100), by_price)
+        assert found.job.world_size == wanted
+
+
 def test_one_gpu_is_not_advised_to_share_with_itself():
     """Not even where a stage leaves more room: only where nothing else has any."""
     assert recommend(rows_of({"ddp": (75, 1), "zero3": (20, 1)}, ranks=1), H100).job.strategy == "single"

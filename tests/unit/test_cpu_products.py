@@ -22,6 +22,10 @@ def products(dtype):
     found = [a @ b, torch.addmm(c, a, b, beta=0.5, alpha=2.0), torch.bmm(many, many.mT)]
     found.append(torch.baddbmm(found[2], many, many.mT, beta=0.5))
     sum(product.float().square().sum() for product in found).backward()
+    tiles = torch.full((24, 20), torch.nan, dtype=dtype)
+    with torch.no_grad():
+        found.append(torch.mm(a, b, out=tiles[:, :16]))
+    assert tiles[:, 16:].isnan().all()
     return [product.detach() for product in found] + [operand.grad for operand in operands]
 
 def both(dtype):

@@ -38,6 +38,7 @@ def multiply_in_fp32() -> torch.library.Library:
         for name in OPERATORS:
             kernel = _kernel(getattr(torch.ops.aten, name).out, slow)
             library.impl(name, kernel, "CPU", allow_override=True)
+        library.impl("mm.out", functools.partial(_mm_into, slow), "CPU", allow_override=True)
     return library
 
 
@@ -52,3 +53,11 @@ def _kernel(with_out: Callable, slow: frozenset[torch.dtype]) -> Callable:
         return product.to(dtype)
 
     return multiply
+
+
+def _mm_into(slow: frozenset[torch.dtype], first: torch.Tensor, second: torch.Tensor, *, out: torch.Tensor):
+    """For TRL's fused LM head (trl/kernels/chunked_logprob.py), which multiplies into tiles of logits."""
+    if out.dtype in slow:
+        return out.copy_(torch.mm(first.float(), second.float()))
+    out.resize_(len(first), second.shape[1])
+    return torch.ops.aten.addmm.out(out, first, second, beta=0, out=out)  # torch's own mm, too

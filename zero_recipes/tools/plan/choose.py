@@ -261,14 +261,22 @@ def on_each_machine(rows: Sequence[Row], gpu: Gpu) -> list[Recommendation]:
 
 
 def best_machine(machines: Sequence[Recommendation], by_price: bool) -> Recommendation:
-    """The fewest GPUs that do, or those on which a token costs least; the most where nothing fits."""
+    """The fewest GPUs that do, or those on which a token costs least: at nearly that price, those that fit for sure.
+
+    The most where nothing fits.
+    """
 
     def costs(advice: Recommendation) -> float:
         gpus = advice.chosen.job.world_size
         speed = advice.chosen.speed
         return gpus * speed.middle / speed.tokens_per_step if by_price else gpus
 
-    return min((advice for advice in machines if advice.chosen), key=costs, default=machines[-1])
+    fitting = sorted((advice for advice in machines if advice.chosen), key=costs)
+    if not fitting:
+        return machines[-1]
+    most = NEARLY * costs(fitting[0]) if by_price else 0
+    nearly = [advice for advice in fitting if costs(advice) <= most and advice.chosen.fit.status == "fits"]
+    return [*nearly, *fitting][0]
 
 
 def lighter(request: PlanRequest, advice: Recommendation, predict: Predict, guess: Predict) -> dict[str, Row]:

@@ -176,7 +176,8 @@ def launched(rehearsal: Rehearsal, out: Path, label: str, console: Console) -> R
     if out.name == "killed":
         threading.Thread(target=_kill_when_saved, args=(out, over), daemon=True).start()
     command = command_of(rehearsal, out)
-    exit_code, log = sweep.run_logged(command, out, label, console, Host().threads(rehearsal.ranks))
+    threads = Host().threads(rehearsal.ranks_in(out.name))
+    exit_code, log = sweep.run_logged(command, out, label, console, threads)
     if over.is_set():
         metrics = Metrics.read(out / FILE)
     else:
@@ -188,12 +189,12 @@ def launched(rehearsal: Rehearsal, out: Path, label: str, console: Console) -> R
 
 
 def command_of(rehearsal: Rehearsal, out: Path) -> list[str]:
-    ranks = rehearsal.ranks // 2 if out.name == "fewer" else rehearsal.ranks
+    ranks = rehearsal.ranks_in(out.name)
     words: list[Any] = [sys.executable, "-m", "accelerate.commands.launch"]
     if rehearsal.nccl and ranks > 1:
         words = ["bash", one_gpu.SCRIPT, rehearsal.nccl, ranks, get_free_port(), *words]
     else:
-        words += ["--num_machines", 1, "--machine_rank", 0, "--main_process_port", 0]
+        words = [*DATA["keeps_memory"].split(), *words, *DATA["one_machine"].split()]
     words += ["--config_file", rehearsal.config_file, "--num_processes", ranks, at_hand("run_sft.py")]
     words += [rehearsal.recipe, "--output_dir", out, *rehearsal.words, *rehearsal.launches[out.name]]
     return [str(word) for word in words]

@@ -19,7 +19,7 @@ from zero_recipes.tools.verify import verify
 
 DATA = package_yaml(__package__, "rehearsal.yaml")
 FIRST = "checkpoint-2"
-LAST = "checkpoint-4"
+LAST = "checkpoint-3"
 APART = 0.05  # of losses on half as many ranks: sums in another order, other random numbers of dropout
 RESUMED = ("resumed", "fewer")  # launches
 
@@ -56,6 +56,9 @@ class Rehearsal:
         if not resumes or self.ranks == 1:
             del launches["fewer"]
         return launches
+
+    def ranks_in(self, launch: str) -> int:
+        return self.ranks // 2 if launch == "fewer" else self.ranks
 
 
 class Ran(NamedTuple):
