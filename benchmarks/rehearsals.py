@@ -136,9 +136,12 @@ def main(names: list[str]) -> None:
         path, strategy, words = jobs[name]
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
+            recipe = yaml.safe_load(path.read_text())
             if words is None:
-                words = write_inputs(yaml.safe_load(path.read_text()), folder)
+                words = write_inputs(recipe, folder)
             found = rehearse(path, strategy, words, folder)
+        if "deepspeed" in recipe:
+            found["strategy"] = Path(recipe["deepspeed"]).stem
         print(name, json.dumps(found), flush=True)
         document = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rehearsals": {}}
         document["hardware"] = hardware_facts("cpu")

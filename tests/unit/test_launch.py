@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import random
 import re
@@ -18,6 +19,7 @@ import numpy
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from deepspeed.accelerator import real_accelerator
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from rich.console import Console
 from torch.utils.file_baton import FileBaton
@@ -40,6 +42,7 @@ from zero_recipes.core.process import PhaseClock
 from zero_recipes.engine import group
 from zero_recipes.engine.group import start_process_group
 from zero_recipes.engine.kernels import build, is_compiled, remove_stale_locks
+from zero_recipes.engine.warnings import quieten_loggers
 from zero_recipes.model import size_of
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.plan.job import read_strategies
@@ -337,3 +340,18 @@ def test_the_checks_leave_random_numbers_as_they_were(tmp_path, monkeypatch):
     assert seeded == []
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed finds the GPU")
+def test_deepspeed_does_not_say_that_there_is_no_gpu(monkeypatch):
+    logger = logging.getLogger("DeepSpeed")
+    said = []
+    monkeypatch.setattr(logger, "callHandlers", said.append)
+    monkeypatch.setattr(logger, "filters", [])
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    for lines in (1, 0):  # without what drops it, and with it
+        monkeypatch.setattr(real_accelerator, "ds_accelerator", None)
+        real_accelerator.get_accelerator()
+        assert len(said) == lines
+        said.clear()
+        quieten_loggers()

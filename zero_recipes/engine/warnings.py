@@ -49,5 +49,5 @@ def quieten_loggers() -> None:
         os.environ.setdefault("TQDM_MININTERVAL", BAR_SECONDS)
     for name, level in DROPPED["below"].items():
         logging.getLogger(name).setLevel(level)
-    # accelerate/accelerator.py 1.15, under DeepSpeed: transformers leaves accumulation to it
-    logging.getLogger("accelerate.accelerator").addFilter(lambda line: "steps mismatch" not in str(line.msg))
+    for name, words in DROPPED["lines"].items():
+        logging.getLogger(name).addFilter(lambda line, words=words: words not in str(line.msg))
