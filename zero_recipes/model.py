@@ -70,6 +70,12 @@ def packed_elements(model: PreTrainedModel) -> int:
     return sum(module.weight.numel() for module in others if type(module) in (torch.nn.Linear, Conv1D))
 
 
+def packed_share(model: PreTrainedModel) -> float:
+    """Of the weights without embeddings and LM head, which are most of a small model."""
+    ends = {end.weight for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
+    return packed_elements(model) / (model.num_parameters() - sum(weight.numel() for weight in ends))
+
+
 def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """Without memory."""
     with torch.device("meta"), without_deepspeed_announcement():  # one rank alone may build it

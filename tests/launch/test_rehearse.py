@@ -396,6 +396,11 @@ def test_what_needs_a_gpu_is_named_and_replaced():
     words, needed = launches.cpu_words(settings)
     assert needed == ["attn_implementation: flash_attention_2", "tf32: True", "optim: paged_adamw_8bit"]
     assert " ".join(words).endswith("--attn_implementation sdpa --tf32 null --optim adamw_torch")
+    words, needed = launches.cpu_words(settings_with(fp16=True, bf16=False))
+    assert needed == ["fp16: True"] and " ".join(words).endswith("--fp16 false --bf16 true")
+    words, needed = launches.cpu_words(settings_with(sequence_parallel_size=2, max_length=32768))
+    assert needed == ["max_length: 32768"]
+    assert " ".join(words).endswith("--max_length 2048 --pad_to_multiple_of 2048")
 
 
 class Installed:

@@ -22,7 +22,7 @@ from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.data.audit import RowKeys
 from zero_recipes.engine.huggingface import attention_kernel
-from zero_recipes.model import built_or_none, packed_elements
+from zero_recipes.model import built_or_none, packed_share
 
 # the texts of rules that are no more than a condition, and tables of values
 options = partial(package_yaml, __package__, "options.yaml")
@@ -172,7 +172,7 @@ def silent_about_quantization(run: Run) -> dict[str, Any]:
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(settings.precision)
     is_other_storage = settings.load_in_4bit and storage != dtype
     return {
-        "quantizes_little": model is not None and packed_elements(model) < LITTLE * model.num_parameters(),
+        "quantizes_little": model is not None and packed_share(model) < LITTLE,
         "quantized_random": settings.random_weights,
         "eight_bit_stage_3": settings.load_in_8bit and run.stage == 3,
         "four_bit_fsdp": is_other_storage and run.strategy.is_fsdp,

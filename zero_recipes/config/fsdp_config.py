@@ -19,13 +19,7 @@ _VARIABLES = tables()["fsdp_variables"]
 _DEFAULTS = {"auto_wrap_policy": "NO_WRAP"}
 # run so, whatever is written: it trains the same, and saves a whole model
 _WHOLE = {"state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": False}
-# FSDP1's words for `fsdp`: FSDP2's key and value
-_WORDS = {
-    "full_shard": ("reshard_after_forward", True),
-    "shard_grad_op": ("reshard_after_forward", False),
-    "auto_wrap": ("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
-    "offload": ("cpu_offload", True),
-}
+_WORDS = tables()["fsdp_words"]
 _RESHARDING = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")  # FSDP1's strategies that free gathered weights after forward
 
 

@@ -49,20 +49,6 @@ from zero_recipes.engine.huggingface import single_process_env
 DAY = 86400.0  # seconds: nothing is prepared for longer
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
 PLANNED_ROWS = 2000  # tokenised for a plan, spread over all: Alpaca's mean is then known to 2 %
-_READ_OF_ARGUMENTS = (
-    # by TRL (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
-    "max_length",
-    "truncation_mode",
-    "packing",
-    "packing_strategy",
-    "eval_packing",
-    "shuffle_dataset",
-    "completion_only_loss",
-    "assistant_only_loss",
-    "dataset_text_field",
-    # here
-    "dataset_kwargs",
-)
 _VERSIONS = ("trl", "transformers", "datasets")
 # our own code that makes rows
 _OUR_PARTS = [Path(__file__), Path(forms.__file__).with_suffix(".yaml")]
@@ -302,7 +288,7 @@ def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
 
 def _folder(data: Data, training_args, ours: RowKeys) -> Path:
     """Where prepared rows are kept: a hash over all that makes them."""
-    known = {name: getattr(training_args, name, None) for name in _READ_OF_ARGUMENTS}
+    known = {name: getattr(training_args, name, None) for name in forms.tables()["read_of_arguments"]}
     known |= vars(ours)
     known["seed"] = training_args.seed if training_args.shuffle_dataset else None
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}

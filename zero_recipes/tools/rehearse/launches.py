@@ -37,6 +37,7 @@ MOST_RANKS = 4
 MOST_PASSES = 2  # micro batches of a step
 MOST_SAMPLES = 8
 NEW_TOKENS = 8
+SHARED_LENGTH = 2048  # tokens of a sequence that several processes share
 POLL_SECONDS = 0.01
 COLUMNS = [
     Column("Phase", lambda row: row.phase),
@@ -151,8 +152,12 @@ def cpu_words(settings: recipes.Settings) -> tuple[list[str], list[str]]:
     for key, (values, instead) in DATA["need_gpu"].items():
         value = str(getattr(settings, key))
         if re.search(values, value):
-            words += [f"--{key}", instead]
+            words += [f"--{key}", *instead.split()]
             needed.append(f"{key}: {value}")
+    if settings.sequence_parallel_size > 1:  # gloo takes batches of one size (ZR251)
+        length = str(min(settings.max_length or SHARED_LENGTH, SHARED_LENGTH))
+        words += ["--max_length", length, "--pad_to_multiple_of", length]
+        needed.append(f"max_length: {settings.max_length}")
     return words, needed
 
 
