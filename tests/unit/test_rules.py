@@ -93,7 +93,9 @@ def test_sequences_are_shared_by_groups_and_heads(tmp_path):
     (finding,) = [one for one in findings_in(tmp_path / "recipe.yaml", keys) if one.code == "ZR247"]
     assert "1 attention heads and 1 key-value heads" in finding.what
     write_llama(tmp_path / "model")
-    assert found_in(tmp_path / "recipe.yaml", keys, device="cpu") == []
+    for multiple, codes in ((128, []), ("128", []), (64, ["ZR251"]), ("auto", ["ZR251"]), (None, ["ZR251"])):
+        own = keys | {"pad_to_multiple_of": multiple}  # on the command line it is text
+        assert [code for _, code in found_in(tmp_path / "recipe.yaml", own, device="cpu")] == codes
     for layers, window, attention, codes in (
         (["conv", "full_attention"], None, "sdpa", ["ZR298"]),  # LFM2: each part would begin with an empty window
         (["sliding_attention"] * 2, 64, "sdpa", ["ZR298"]),

@@ -255,11 +255,12 @@ def sequence_parallelism(run: Run) -> Iterator[Finding]:
     yield from _attention_findings(settings, size, run.config)
     if settings.joined_by:
         yield finding("ZR249", key=settings.joined_by, size=size)
-    multiple = settings.pad_to_multiple_of
-    uneven = not isinstance(multiple, int) or not multiple or multiple % size  # TRL also takes text
-    varies = run.device == "cpu" and multiple != settings.max_length
+    multiple = str(settings.pad_to_multiple_of)  # that of the command line is text
+    number = int(multiple) if multiple.isdigit() else 0
+    uneven = number == 0 or number % size
+    varies = run.device == "cpu" and number != settings.max_length
     if uneven or varies or not settings.dataloader_drop_last:
-        shown = "unset" if multiple is None else multiple
+        shown = multiple.replace("None", "unset")
         yield finding("ZR251", size=size, multiple=shown, device=run.device)
     if settings.sample_prompts not in (None, 0, "0"):
         yield finding("ZR253", size=size)
