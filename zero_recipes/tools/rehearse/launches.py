@@ -155,9 +155,10 @@ def cpu_words(settings: recipes.Settings) -> tuple[list[str], list[str]]:
             words += [f"--{key}", *instead.split()]
             needed.append(f"{key}: {value}")
     if settings.sequence_parallel_size > 1:  # gloo takes batches of one size (ZR251)
-        length = str(min(settings.max_length or SHARED_LENGTH, SHARED_LENGTH))
-        words += ["--max_length", length, "--pad_to_multiple_of", length]
-        needed.append(f"max_length: {settings.max_length}")
+        length = min(settings.max_length or SHARED_LENGTH, SHARED_LENGTH)
+        words += f"--max_length {length} --pad_to_multiple_of {length}".split()
+        if length != settings.max_length:
+            needed.append(f"max_length: {settings.max_length}")
     return words, needed
 
 
