@@ -70,11 +70,12 @@ def main(out: Path) -> None:
                 argv += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
                 run = group.run(step_costs.costs_of_steps, argv=argv, off=off)[0]
                 timed[name] += run["seconds"][UNTIMED:]
-                for clock, seconds in zip(CLOCKS, zip(*timed[name], strict=True), strict=True):
-                    least, middle = min(seconds), statistics.median(seconds)
-                    found[name][clock] = {"least": round(1000 * least, 1), "median": round(1000 * middle, 1)}
                 found[name] |= run["costs"][-1] | {"last_loss": run["losses"][-1]}
                 print(name, found[name], flush=True)
+    for name, steps in timed.items():
+        for clock, seconds in zip(CLOCKS, zip(*steps, strict=True), strict=True):
+            least, middle = min(seconds), statistics.median(seconds)
+            found[name][clock] = {"least": round(1000 * least, 1), "median": round(1000 * middle, 1)}
     group.close()
     document = {
         "job": f"GPT-NeoX of 24 layers of width 32, one process, one row of the demo a step, {STEPS} steps",

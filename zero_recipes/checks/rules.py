@@ -27,7 +27,7 @@ from zero_recipes.model import built_or_none, packed_share
 # the texts of rules that are no more than a condition, and tables of values
 options = partial(package_yaml, __package__, "options.yaml")
 
-LITTLE = 0.2  # of the weights
+LITTLE = 0.2  # of the layers' weights
 LOUD = 0.1  # a coefficient; most models have 0.001 to 0.02
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
 
