@@ -334,6 +334,18 @@ def test_a_recipe_that_names_its_launch_is_rehearsed_on_other_processes(tmp_path
     assert recipes.parse_recipe(recipe, named, []).explicit == recipes.parse_recipe(recipe, launched, []).explicit
 
 
+@pytest.mark.parametrize("length, cut", [(2048, None), (16384, "2048")])
+def test_on_cpus_only_the_first_launch_has_long_rows(tmp_path, monkeypatch, length, cut):
+    monkeypatch.chdir(ROOT)
+    arguments = parse_arguments(["rehearse", str(write_recipe(tmp_path, max_length=length)), "--gpus", "2"])
+    rehearsal = launches.read_rehearsal(arguments, tmp_path / "rehearsal", Console(quiet=True))
+    lengths = {}
+    for name in rehearsal.launches:
+        words = launches.command_of(rehearsal, tmp_path / name)
+        lengths[name] = words[words.index("--max_length") + 1] if "--max_length" in words else None
+    assert lengths == {name: None if name == "longest" else cut for name in RUNS}
+
+
 # the small model
 
 

@@ -37,7 +37,7 @@ MOST_RANKS = 4
 MOST_PASSES = 2  # micro batches of a step
 MOST_SAMPLES = 8
 NEW_TOKENS = 8
-SHARED_LENGTH = 2048  # tokens of a sequence that several processes share
+MOST_LENGTH = 2048  # tokens of a row on CPUs, once the longest have been trained on
 POLL_SECONDS = 0.01
 COLUMNS = [
     Column("Phase", lambda row: row.phase),
@@ -92,9 +92,13 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
     words = [*arguments.overrides, *DATA["every_launch"].split()]
     words += [f"--{key}={value}" for key, value in values.items()]
     place = f"{ranks} of {arguments.gpus} ranks"
+    shortens = False
     if not cards:
         on_cpu, needed = cpu_words(settings)
         words += on_cpu
+        shortens = shares == 1 and (settings.max_length or 0) > MOST_LENGTH
+        if shortens:
+            needed.append(f"rows above {MOST_LENGTH} tokens but in the first launch")
         place += f" on CPUs: without {', '.join(['NCCL', *needed])}"
     model = f"the whole of {settings.model_name_or_path}"
     if not arguments.full:
@@ -105,7 +109,7 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
     console.print(plain(f"{model}\n{place}"), soft_wrap=True)
     config_file = arguments.config_file or file_named(mapping) or at_hand(FOLDER / "ddp.yaml")
     nccl = one_gpu.nccl_library() if cards == 1 < ranks else None
-    return Rehearsal(path, settings, replicas, words, config_file, ranks, nccl)
+    return Rehearsal(path, settings, replicas, words, config_file, ranks, nccl, shortens)
 
 
 def ranks_of(gpus: int, cards: int, cores: int, shares: int) -> int:
@@ -155,7 +159,7 @@ def cpu_words(settings: recipes.Settings) -> tuple[list[str], list[str]]:
             words += [f"--{key}", *instead.split()]
             needed.append(f"{key}: {value}")
     if settings.sequence_parallel_size > 1:  # gloo takes batches of one size (ZR251)
-        length = min(settings.max_length or SHARED_LENGTH, SHARED_LENGTH)
+        length = min(settings.max_length or MOST_LENGTH, MOST_LENGTH)
         words += f"--max_length {length} --pad_to_multiple_of {length}".split()
         if length != settings.max_length:
             needed.append(f"max_length: {settings.max_length}")

@@ -35,6 +35,7 @@ class Rehearsal:
     config_file: Path  # of accelerate
     ranks: int
     nccl: Path | None  # its library, for several ranks on one GPU
+    shortens: bool = False  # rows, after the launch with the longest
 
     @property
     def launches(self) -> dict[str, list[str]]:
@@ -42,6 +43,7 @@ class Rehearsal:
         settings = self.settings
         resumes = settings.sequence_parallel_size == 1 and not settings.save_only_model
         applies = {
+            "shorter": self.shortens,
             "longest_first": not (settings.packing or settings.streams),
             "checkpoints": resumes,
             "evaluates": settings.evaluates,
