@@ -34,7 +34,12 @@ VARIANTS = {  # name: strategy, what is off, keys
     "stage 2, gradients copied side by side": ("zero2", ["copies"], {}),
     "stage 2, as before": ("zero2", ["norm", "reads", "copies"], {}),
     "stage 3": ("zero3", [], {}),
-    "stage 3, as before": ("zero3", ["reads"], {}),
+    "stage 3, DeepSpeed's linear layers": ("zero3", ["linear"], {}),
+    "stage 3, gradients copied side by side": ("zero3", ["copies"], {}),
+    "stage 3, DeepSpeed's norms": ("zero3", ["norm"], {}),
+    "stage 3, calls marked": ("zero3", ["marks"], {}),
+    "stage 3, parameters looked for": ("zero3", ["walks"], {}),
+    "stage 3, as before": ("zero3", ["reads", "linear", "copies", "norm", "marks", "walks"], {}),
     "stage 2, packs": ("zero2", [], {"packing": True}),
     "stage 2, packs under a mask": ("zero2", ["rows"], {"packing": True}),
 }

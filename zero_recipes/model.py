@@ -13,17 +13,11 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from zero_recipes.config.ds_config import ModelSize
 from zero_recipes.config.recipe import Settings
+from zero_recipes.core.files import NAMES
 from zero_recipes.core.findings import Refusal, finding, library_error_as_finding, raise_errors, refusal
 from zero_recipes.engine.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
 from zero_recipes.engine.patches import keep_4bit_layout, let_inputs_have_gradients
-
-# what transformers reports of a load: what it would have done about it
-_KEY_PROBLEMS = {
-    "missing_keys": "The model has these tensors but the checkpoint does not. They would be initialized randomly.",
-    "unexpected_keys": "The checkpoint has these tensors but the model does not. They would be dropped.",
-    "mismatched_keys": "They have another shape in the checkpoint. They would be initialized randomly.",
-}
 
 
 def load_config(settings: Settings) -> PretrainedConfig:
@@ -185,7 +179,7 @@ def _from_pretrained(config: PretrainedConfig, settings: Settings, **more) -> tu
 def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
     """`allowed`: by the recipe's `allow_keys`."""
     findings = []
-    for problem, consequence in _KEY_PROBLEMS.items():
+    for problem, consequence in NAMES["key_problems"].items():
         found = {key if isinstance(key, str) else key[0] for key in report[problem]}
         keys = sorted(found.difference(allowed or ()))
         if keys:
@@ -252,7 +246,8 @@ def size_of(settings: Settings) -> ModelSize | None:
     if model is None:
         return None
     hidden = getattr(config.get_text_config(), "hidden_size", 0)
-    return ModelSize(hidden, max(p.numel() for p in model.parameters()), decoder_layers(model))
+    sizes = [p.numel() for p in model.parameters()]
+    return ModelSize(hidden, max(sizes), decoder_layers(model), sum(sizes))
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, ...]:

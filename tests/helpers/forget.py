@@ -11,9 +11,9 @@ from datasets.packaged_modules.json import json as json_reader
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepspeed.utils import groups
+from deepspeed.utils import groups, nvtx
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils import _python_dispatch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -34,6 +34,9 @@ REPLACED = (  # for good, with the first run that needs it
     (stage_1_and_2.DeepSpeedZeroOptimizer, "check_overflow"),
     (stage_1_and_2.DeepSpeedZeroOptimizer, "unscale_and_clip_grads"),
     (stage_1_and_2.DeepSpeedZeroOptimizer, "get_grad_norm_direct"),
+    (stage3.DeepSpeedZeroOptimizer_Stage3, "get_grad_norm_direct"),
+    (partitioned_param_coordinator, "get_all_parameters"),
+    (nvtx, "enable_nvtx"),
     (trl_utils, "_use_triton"),
     (json_reader, "json_encode_field"),
     (json_reader, "json_encode_fields_in_json_lines"),

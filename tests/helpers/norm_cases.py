@@ -1,4 +1,4 @@
-"""Cases of tests/helpers/group.py: steps of DeepSpeed's stages 1 and 2 with gradients that are not finite."""
+"""Cases of tests/helpers/group.py: steps of DeepSpeed's stages 1 to 3 with gradients that are not finite."""
 
 import deepspeed
 import torch
@@ -44,7 +44,9 @@ def steps(stage: int, precision: str, clip: float, bad_rank: int) -> list[dict]:
         trained.backward(loss)
         with Operations() as operations:
             trained.step()
-        weights = torch.cat([p.detach().double().flatten() for p in trained.module.parameters()])
+        parameters = list(trained.module.parameters())
+        with deepspeed.zero.GatheredParameters(parameters, enabled=stage == 3):
+            weights = torch.cat([p.detach().double().flatten() for p in parameters])
         outcome = {"loss": loss.item(), "norm": float(trained.get_global_grad_norm())}
         outcome |= {"skipped": trained.optimizer.overflow, "scale": float(trained.optimizer.loss_scale)}
         outcome |= {"operations": operations.count, "read": operations.read}
@@ -73,7 +75,8 @@ def patched_and_not(stage: int) -> dict[str, list]:
         for is_patched in (False, True):
             forget_last_run()
             if is_patched:
-                patches.quicken_stages_1_and_2()
+                quicken = patches.quicken_norms_of_stage_3 if stage == 3 else patches.quicken_stages_1_and_2
+                quicken()
             with fp16_on_cpu():
                 ways.append(steps(stage, precision, clip, bad_rank=1))
         found[f"{precision}, clipped at {clip}"] = ways

@@ -160,8 +160,11 @@ def as_before(*changes: str) -> Iterator[None]:
 
 CHANGES = {
     "copies": [(ds_config, "_fill_copies", lambda *_: None)],
-    "norm": [(patches, "quicken_stages_1_and_2", lambda: None)],
+    "linear": [(ds_config, "_fill_linear_layers", lambda *_: None)],
+    "marks": [(patches, "mark_calls_for_profilers_alone", lambda: None)],
+    "norm": [(patches, name, lambda: None) for name in ("quicken_stages_1_and_2", "quicken_norms_of_stage_3")],
     "reads": [(ZeroSFTTrainer, name, getattr(SFTTrainer, name)) for name in ("_clip_grad_norm", "_get_grad_norm")],
+    "walks": [(patches, "walk_through_modules_once", lambda: None)],
     "rows": [(attention, "attend_by_row", lambda *_: None)],
 }
 

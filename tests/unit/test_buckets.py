@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from tests.helpers.plan_jobs import job, recipe
 from tests.helpers.tiny import ROOT
-from zero_recipes.config.ds_config import ModelSize, fill_own_autos
+from zero_recipes.config.ds_config import COPIES, LINEAR, ModelSize, fill_own_autos
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.model import build_on_meta, decoder_layers, size_of
 from zero_recipes.tools.plan.job import job_of, known_models
@@ -96,6 +96,34 @@ def test_layers_are_leaf_modules_where_the_mark_is_and_a_file_names_none():
     unmarked = {"zero_optimization": {"stage": 3}}
     assert filled(size, unmarked) == unmarked
     assert "leaf_module" not in filled((64, 1000))["zero_optimization"], "a model without such layers"
+
+
+def test_stage_3_has_torchs_linear_layers_where_weights_stay_until_backward_anyway():
+    """A layer that is computed again, or a model whose weights stay gathered: twice its elements are not too far."""
+    marked = {"leaf_modules": "by_model"}
+
+    def of(elements: int, recomputes: bool, **zero):
+        config = marked | {"zero_optimization": {"stage": 3} | zero}
+        size = (64, 1000, ("LlamaDecoderLayer",), elements)
+        return filled(size, config, activation_checkpointing=recomputes)["zero_optimization"].get(LINEAR)
+
+    assert of(500_000_000, recomputes=False) is False
+    assert of(500_000_001, recomputes=False) is None
+    assert of(500_000_001, recomputes=True) is False
+    assert of(51, recomputes=False, stage3_max_reuse_distance=100) is None
+    assert of(51, recomputes=True, memory_efficient_linear=True) is True
+    assert of(51, recomputes=True, offload_param={"device": "nvme"}) is None
+
+
+def test_gradients_are_copied_side_by_side_where_they_are_sent_from_there():
+    def of(stage: int, world_size: int, **zero):
+        config = {"bucket_sizes": "by_model", "zero_optimization": {"stage": stage} | zero}
+        return filled((64, 1000), config, world_size)["zero_optimization"].get(COPIES)
+
+    assert of(2, world_size=1) is of(3, world_size=1) is of(3, world_size=2) is False
+    assert of(2, world_size=2) is None
+    assert of(2, world_size=1, offload_optimizer={"device": "cpu"}) is None
+    assert of(3, world_size=2, contiguous_gradients=True) is True
 
 
 def test_the_decoders_layers_are_found():

@@ -10,11 +10,14 @@ import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.state import GradientState
+from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.utils import nvtx
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from zero_recipes.engine.deepspeed import _LAYOUTS, state_bytes
+from zero_recipes.engine.patches import mark_calls_for_profilers_alone, walk_through_modules_once
 
 pytestmark = pytest.mark.private
 SITE = Path(transformers.__file__).parents[1]
@@ -124,6 +127,51 @@ def test_an_order_by_the_epoch_is_hidden_where_batches_are_skipped():
     sampler.set_epoch = None
     loader = prepare_data_loader(DataLoader(range(8), batch_sampler=sampler), num_processes=1, process_index=0)
     assert not hasattr(skip_first_batches(loader, 1).batch_sampler, "set_epoch")
+
+
+def test_deepspeed_marks_its_calls_where_no_profiler_is(monkeypatch):
+    """engine/patches.py mark_calls_for_profilers_alone."""
+    marked = []
+    monkeypatch.setattr(nvtx, "_range_push", lambda accelerator, name: marked.append(name))
+    monkeypatch.setattr(nvtx, "_range_pop", lambda accelerator: None)
+    monkeypatch.setattr(nvtx, "enable_nvtx", nvtx.enable_nvtx)  # put back at the end
+    for expected, is_patched, variable in ((1, False, None), (1, True, None), (2, True, "NVTX_INJECTION64_PATH")):
+        if variable:
+            monkeypatch.setenv(variable, "libToolsInjection64.so")
+        if is_patched:
+            mark_calls_for_profilers_alone()
+        nvtx.instrument_w_nvtx(len)(())
+        assert len(marked) == expected
+
+
+def test_deepspeed_walks_through_a_module_each_time(monkeypatch):
+    """engine/patches.py walk_through_modules_once."""
+    name = "get_all_parameters"
+    monkeypatch.setattr(partitioned_param_coordinator, name, getattr(partitioned_param_coordinator, name))
+    walks = []
+
+    class Walked(torch.nn.Sequential):
+        def named_parameters(self, *arguments, **keywords):
+            walks.append(keywords)
+            return super().named_parameters(*arguments, **keywords)
+
+    module = Walked(torch.nn.Linear(2, 2))
+    external = torch.nn.Parameter(torch.zeros(1))
+    module.ds_external_parameters = lambda: [("external", external)]
+
+    def twice(recurse: bool) -> list[tuple[int, int]]:
+        """(walks so far, parameters) of each call."""
+        found = []
+        for _ in range(2):
+            parameters = list(partitioned_param_coordinator.iter_params(module, recurse))
+            assert parameters[-1] is external
+            found.append((len(walks), len(parameters)))
+        return found
+
+    assert twice(recurse=True) == [(1, 3), (2, 3)]
+    walk_through_modules_once()
+    assert twice(recurse=True) == [(3, 3), (3, 3)]
+    assert twice(recurse=False) == [(4, 1), (5, 1)]
 
 
 # private attributes of DeepSpeed's optimizers, renamed in a new version, are not counted as 0 bytes

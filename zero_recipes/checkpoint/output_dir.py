@@ -24,10 +24,10 @@ from zero_recipes.checkpoint.resume import (
     requested_in,
     resumes_in,
 )
-from zero_recipes.checkpoint.save import CHECKSUMS, SAVED, is_foreign
+from zero_recipes.checkpoint.save import is_foreign
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
-from zero_recipes.core.files import PART
+from zero_recipes.core.files import NAMES, PART
 from zero_recipes.core.findings import Refusal, raise_errors, refusal
 from zero_recipes.core.process import rank, say
 from zero_recipes.engine.group import agree, once
@@ -38,9 +38,7 @@ LOCK_SECONDS = 1.0  # another start's `refuse_in_use` holds the lock for a momen
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 UNFINISHED_STATUS = ("running", "failed", "oom", "diverged", "preempted", "refused")  # of metrics.json
 # what a run writes into its folder, beside OURS
-WRITTEN = (*(pattern for pattern in SAVED if pattern != "*config.json"), "pytorch_model*.bin", "config.json", CHECKSUMS)
-WRITTEN += ("generation_config.json", "adapter_config.json", "training_args.bin", "README.md", "samples.jsonl")
-WRITTEN += ("loss.png", "failure.rank*.json")
+WRITTEN = {*NAMES["saved"], *NAMES["written_by_a_run"]} - {"*config.json"}
 DATA = ("dataset_name", "datasets", "sample_prompts")  # keys
 NOT_READ = {"output_dir", "run_name", "dataset_train_split", "dataset_test_split"}  # keys that name no path to read
 

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from zero_recipes.core.files import write_json, write_text
+from zero_recipes.core.files import NAMES, write_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
 
 MANIFEST = "manifest.json"
@@ -35,18 +35,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 CHECKSUMS = "checksums.json"
-SAVED = (
-    "*.safetensors",
-    "*.index.json",
-    "*config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "spiece.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-)
 THREADS = 4  # hashing and syncing release the GIL
 
 
@@ -330,6 +318,6 @@ def write_checksums(folder: Path) -> None:
 
 def saved_files(folder: Path) -> list[str]:
     names = set()
-    for pattern in SAVED:
+    for pattern in NAMES["saved"]:
         names.update(path.name for path in folder.glob(pattern) if path.is_file())
     return sorted(names)

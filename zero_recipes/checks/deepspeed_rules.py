@@ -15,10 +15,7 @@ from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.model import decoder_layers
 
-MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # blocks and their packages
-LOG_WARMUP = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket_size (runtime/zero/config.py)
-TESTED = ("adam", "adamw", "adagrad", "lion", "muon")  # with ZeRO, by DeepSpeed (runtime/zero/utils.py)
 ADAMS = ("adam", "adamw")  # those of a ds_config's optimizer block that become DeepSpeedCPUAdam
 BLOCK = 25_000_000  # elements of a reduce bucket: below it messages are too small for the bandwidth of GPUs
 MOSTLY_LOST = 1e-4  # learning rates up to here: benchmarks/results/bf16_states.json
@@ -70,18 +67,18 @@ def _stops(run: Run) -> dict[str, Any]:
         "grad_accum_dtype": run.stage == 0 and ds.grad_accum_dtype not in (None, settings.precision),
         "muon": at_3 and optimizer == "muon" and scatters,
         "zenflow": zero.get("zenflow"),
-        "legacy_stage1": zero.get("legacy_stage1"),
         "data_routing": run.value("data_efficiency.enabled") and routing,
-        "monitor_package": any(run.value(f"{name}.enabled") and not find_spec(MONITORS[name]) for name in MONITORS),
+        "monitor_package": any(
+            run.value(f"{name}.enabled") and not find_spec(package) for name, package in options()["monitors"].items()
+        ),
         "untested_optimizer": run.stage
         and ds.optimizer
-        and optimizer not in TESTED
+        and optimizer not in options()["tested_optimizers"]
         and not ds.raw.get("zero_allow_untested_optimizer"),
         "managed_accumulation": run.value("managed_gradient_accumulation") is False,
         "deprecated_offload": zero.get("cpu_offload") and not ds.optimizer,
         "no_gradient_norm": without_norm and (settings.max_grad_norm > 0 or ds.offload_optimizer),
         "lion_on_cpu": on_cpu and optimizer == "lion" and not ds.offload_optimizer,
-        "zero_predivide": run.value("gradient_predivide_factor") == 0,
         "gradient_scaling": (run.stage > 1 and scatters and scales) or (at_3 and divides),
         "bf16_masters": ds.bf16_masters and not keeps_masters,
         "bf16_states": casts_states and not _has_adam_block(run),
@@ -184,7 +181,7 @@ def _schedule(run: Run) -> Iterator[Finding]:
     source = run.strategy.source
     kind = run.value("scheduler.type")
     parameters = run.value("scheduler.params") or {}
-    if kind in LOG_WARMUP and "warmup_type" not in parameters:
+    if kind in options()["logarithmic_warmups"] and "warmup_type" not in parameters:
         yield finding("ZR216", type=kind, source=source)
     warmup = parameters.get("warmup_num_steps")
     steps = run.settings.max_steps

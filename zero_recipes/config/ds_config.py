@@ -23,6 +23,7 @@ from zero_recipes.core.process import local_world_size
 NVME_PATH = "ZERO_RECIPES_NVME_PATH"
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
 COPIES = "contiguous_gradients"
+LINEAR = "memory_efficient_linear"
 # elements of a bucket
 SMALLEST = 25_000_000
 LARGEST = 200_000_000
@@ -104,6 +105,7 @@ class ModelSize(NamedTuple):
     hidden: int
     largest_tensor: int  # elements
     layers: tuple[str, ...] = ()  # classes of the decoder's layers; none where they cannot be leaf modules
+    elements: int = 0  # of all weights
 
 
 def fill_own_autos(
@@ -141,7 +143,7 @@ def fill_own_autos(
         _fill_copies(zero, world_size)
     if filled.get("leaf_modules") == "by_model":
         del filled["leaf_modules"]
-        _fill_leaf_modules(zero, size_of_model())
+        _fill_leaf_modules(zero, settings, size_of_model())
     return filled
 
 
@@ -166,12 +168,16 @@ def _fill_buckets(zero: dict[str, Any], settings: Any, world_size: int, size: Mo
 
 
 def _fill_copies(zero: dict[str, Any], world_size: int) -> None:
-    """One process sends no gradients: stages 1 and 2 need not copy them side by side. docs/performance.md counts."""
-    if world_size == 1 and zero.get("stage") in (1, 2) and "offload_optimizer" not in zero:
+    """Whether gradients are copied side by side. docs/performance.md counts.
+
+    Stage 3 does so by one call when it reduces them. At stages 1 and 2 one process sends none.
+    """
+    alone = world_size == 1 and "offload_optimizer" not in zero
+    if zero.get("stage") == 3 or (alone and zero.get("stage") in (1, 2)):
         zero.setdefault(COPIES, False)
 
 
-def _fill_leaf_modules(zero: dict[str, Any], size: ModelSize | None) -> None:
+def _fill_leaf_modules(zero: dict[str, Any], settings: Any, size: ModelSize | None) -> None:
     """A leaf module's weights are gathered at once, and its gradients reduced: docs/performance.md has the times.
 
     Not from NVMe, of whose buffers each tensor of a layer would take one.
@@ -179,6 +185,17 @@ def _fill_leaf_modules(zero: dict[str, Any], size: ModelSize | None) -> None:
     nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
     if zero.get("stage") == 3 and size is not None and size.layers and not nvme:
         zero.setdefault("leaf_module", {"classes": list(size.layers)})
+        _fill_linear_layers(zero, settings, size)
+
+
+def _fill_linear_layers(zero: dict[str, Any], settings: Any, size: ModelSize) -> None:
+    """torch's own take less of the host than DeepSpeed's, and hold gathered weights until their backward pass.
+
+    That costs nothing where a layer is computed again just before it, or where DeepSpeed keeps all weights until then.
+    """
+    farthest = 2 * size.elements  # from a layer's forward to its backward pass
+    if settings.recomputes or farthest <= number_in(zero, "stage3_max_reuse_distance", 10**9):
+        zero.setdefault(LINEAR, False)
 
 
 def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[dict], dict]) -> bool:
@@ -192,7 +209,7 @@ def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[
         for config in both:
             zero = config.get("zero_optimization")
             if isinstance(zero, dict):
-                for key in (*BUCKETS, COPIES):
+                for key in (*BUCKETS, COPIES, LINEAR):
                     zero.pop(key, None)
     return both[0] == both[1]
 

@@ -53,6 +53,13 @@ class Settings(SimpleNamespace):
         return self.eval_strategy not in ("no", False, None)
 
     @property
+    def recomputes(self) -> bool:
+        """Whether activations are computed again in the backward pass."""
+        if self.activation_checkpointing is None:
+            return bool(self.gradient_checkpointing)  # transformers' old name
+        return bool(self.activation_checkpointing)
+
+    @property
     def clones_tokenizer(self) -> bool:
         """Whether chat_template_path is another tokenizer, whose tokens TRL adds to the model."""
         path = self.chat_template_path
@@ -101,9 +108,6 @@ def loaded_dtype(settings: Settings, saved: Any) -> str:
 
 
 USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
-# mappings, which the command line gives as JSON
-MAPPINGS = ("model_init_kwargs", "dataset_kwargs", "lr_scheduler_kwargs", "liger_kernel_config", "accelerator_config")
-MAPPINGS += ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "columns", "peft_config")
 
 
 class RecipeFile(dict):
@@ -226,7 +230,7 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
             values[key] = str(found)
     values["chat_template_path"] = _chat_template(values["chat_template_path"])
     values |= dict.fromkeys(unset)
-    for key in MAPPINGS:
+    for key in keys.tables()["mappings"]:
         values[key] = decoded(values[key])
     explicit = {key: value for key, value in values.items() if key in mapping or key in named}
     findings = []

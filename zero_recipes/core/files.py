@@ -35,6 +35,9 @@ def load_yaml(text: str) -> Any:
     return yaml.load(text, loader)
 
 
+NAMES: dict[str, Any] = package_yaml(__package__, "files.yaml")  # of files, by kind
+
+
 def write_text(path: Path, text: str) -> None:
     """A reader never sees half a file, nor two processes' halves."""
     path.parent.mkdir(parents=True, exist_ok=True)

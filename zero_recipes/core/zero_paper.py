@@ -7,15 +7,15 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 (as elements in the paper; as bytes wherever this package multiplies it out). Bytes are floats: Ψ/N need not be whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 # ZeRO++'s strategies by the parts that they have
 PLUS_PLUS = {
-    "zero3_hpz": {"hpz": True, "qwz": False, "qgz": False},
-    "zero3_qwz": {"hpz": False, "qwz": True, "qgz": False},
-    "zero3_qgz": {"hpz": False, "qwz": False, "qgz": True},
-    "zero3_plus_plus": {"hpz": True, "qwz": True, "qgz": True},
+    "zero3_hpz": {"hpz"},
+    "zero3_qwz": {"qwz"},
+    "zero3_qgz": {"qgz"},
+    "zero3_plus_plus": {"hpz", "qwz", "qgz"},
 }
 
 
@@ -62,17 +62,17 @@ def communication_units(zero_stage: int) -> int:
     return 3 if zero_stage == 3 else 2
 
 
-def plus_plus_units(hpz: bool, qwz: bool, qgz: bool) -> float:
-    """Volume between nodes per step in units of Φ under ZeRO++: 3 without it, 0.75 with all of it.
+def plus_plus_units(parts: Container[str]) -> float:
+    """Volume between nodes per step in units of Φ under ZeRO++: 3 without `parts`, 0.75 with all.
 
     Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv:2306.10209,
     section 3: qwZ gathers int8 instead of 16 bits (0.5), hpZ keeps the backward gather inside the node (0), and qgZ
     reduces int4 (0.25). The paper adds up all three, and says of qwZ the gather of forward; without hpZ DeepSpeed
     quantises that of backward too (0.5 + 0.5). For one node, all its ranks together.
     """
-    forward = 0.5 if qwz else 1.0
-    backward = 0.0 if hpz else forward
-    reduction = 0.25 if qgz else 1.0
+    forward = 0.5 if "qwz" in parts else 1.0
+    backward = 0.0 if "hpz" in parts else forward
+    reduction = 0.25 if "qgz" in parts else 1.0
     return forward + backward + reduction
 
 

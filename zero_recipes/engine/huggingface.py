@@ -25,7 +25,7 @@ from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import hub_kernels
 
 from zero_recipes.config.ds_config import quiet
-from zero_recipes.core.files import package_yaml
+from zero_recipes.core.files import NAMES, package_yaml
 from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import environment_kept
 
@@ -268,7 +268,6 @@ def other_attention(model: PreTrainedModel, requested: str | None) -> str | None
 
 # pickles without code: DeepSpeed 0.19.8 loads its own with weights_only=False, which runs code in them
 
-PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".metadata", ".distcp")
 NEVER_LOADED = "training_args.bin"  # by a run or by transformers' resume
 REFUSED = re.compile(r"[Uu]nsupported|WeightsUnpickler error")  # messages of torch/_weights_only_unpickler.py
 
@@ -300,7 +299,7 @@ def load_without_code(path: Path) -> Any:
 
 def not_plain(path: Path) -> str | None:
     """Why a file cannot be read without running code. None if it can, or is no pickle by its name."""
-    if not path.name.endswith(PICKLES) or path.name == NEVER_LOADED:
+    if not path.name.endswith(tuple(NAMES["pickles"])) or path.name == NEVER_LOADED:
         return None
     try:
         load_without_code(path)

@@ -20,15 +20,13 @@ import torch
 
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host
 from zero_recipes.core.tables import working
 
 COMPILE_SECONDS = 1800.0  # more for the ranks to join, per op to compile
-BY_OPTIMIZER = {"adam": "adam", "adamw": "adam", "adagrad": "adagrad", "lion": "lion", "lamb": "lamb"}
-# their builder is a CUDAOpBuilder where there is a GPU (deepspeed/ops/op_builder): they need the CUDA toolkit
-ON_CUDA = {"fused_adam", "fused_lamb", "fused_lion", "async_io", "quantizer"}
-QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+OPS = package_yaml(__package__, "tables.yaml")["ops"]
 
 
 def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
@@ -47,7 +45,7 @@ def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
     if strategy.ds.on_nvme:
         ops.add("async_io")
     # zero/partition_parameters.py `CUDAQuantizer`, comm/coalesced_collectives.py `all_to_all_quant_reduce`
-    quantizes = any(strategy.ds.zero.get(key) for key in QUANTIZED)
+    quantizes = any(strategy.ds.zero.get(key) for key in OPS["quantized"])
     if device == "cuda" and strategy.zero_stage == 3 and quantizes:
         ops.add("quantizer")
     return ops
@@ -63,7 +61,7 @@ def _optimizer_with_ops(strategy: Strategy, settings: Settings) -> str | None:
     if block is not None:
         if (block.get("params") or {}).get("torch_adam"):
             return None
-        return BY_OPTIMIZER.get(str(block.get("type")).lower())
+        return OPS["of_optimizer"].get(str(block.get("type")).lower())
     if strategy.ds.offload_optimizer is None or not config.get("zero_force_ds_cpu_optimizer", True):
         return None
     return "adagrad" if settings.optim == "adagrad" else "adam"
@@ -72,7 +70,7 @@ def _optimizer_with_ops(strategy: Strategy, settings: Settings) -> str | None:
 def build_findings(strategy: Strategy, device: str, settings: Settings, host: Host) -> Iterator[Finding]:
     ops = {op for op in ops_of(strategy, device, settings) if not is_prebuilt(op, device)}
     to_compile = {op for op in ops if not is_compiled(op, host)}
-    on_cuda = ops & ON_CUDA if device == "cuda" else set()
+    on_cuda = ops.intersection(OPS["on_cuda"] if device == "cuda" else ())
     release = host.cuda_release()
     built_for = torch.version.cuda
     absent = []

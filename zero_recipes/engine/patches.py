@@ -5,16 +5,19 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.engine.deepspeed import is_partitioned, set_adam_step
+from zero_recipes.core.process import local_world_size
+from zero_recipes.engine.deepspeed import is_partitioned, set_adam_step, whole_shape
 
 
 def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
@@ -22,13 +25,36 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
     if not strategy.is_deepspeed:
         return
     patch_timeouts(ddp_timeout)
+    mark_calls_for_profilers_alone()
     if strategy.zero_stage in (1, 2):
         quicken_stages_1_and_2()
     if strategy.zero_stage == 3:
+        quicken_norms_of_stage_3()
+        walk_through_modules_once()
         forget_releases_with_the_trace()
         keep_precision_of_new_adapters()
     if strategy.ds.quantizes_gradients:
         patch_quantized_gradients()
+
+
+def replaces(owner: Any, name: str) -> Callable:
+    """Decorator: the function takes the place of `owner`'s for the rest of the process. The last one counts.
+
+    It gets the original as its first argument.
+    """
+    current = getattr(owner, name)
+    original = getattr(current, "unpatched", current)
+
+    def put_in_place(function: Callable) -> Callable:
+        @functools.wraps(original)
+        def replacement(*arguments, **keywords):
+            return function(original, *arguments, **keywords)
+
+        replacement.unpatched = original
+        setattr(owner, name, replacement)
+        return replacement
+
+    return put_in_place
 
 
 def fresh_adam_at_stage_0(optimizer) -> None:
@@ -107,13 +133,9 @@ def patch_timeouts(seconds: int) -> None:
     """
     from deepspeed.comm.torch import TorchBackend
 
-    faulty = getattr(TorchBackend.new_group, "unpatched", TorchBackend.new_group)
-
-    def new_group(self, ranks):
+    @replaces(TorchBackend, "new_group")
+    def new_group(faulty, self, ranks):
         return torch.distributed.new_group(ranks, timeout=timedelta(seconds=seconds))
-
-    new_group.unpatched = faulty
-    TorchBackend.new_group = new_group
 
 
 def quicken_stages_1_and_2() -> None:
@@ -128,43 +150,87 @@ def quicken_stages_1_and_2() -> None:
     `get_grad_norm_direct` copies each gradient to fp64, takes its norm by itself, and copies -1.0 from the host.
     """
     from deepspeed.runtime.zero import stage_1_and_2
-    from deepspeed.runtime.zero.utils import get_norm_dtype
 
     optimizer = stage_1_and_2.DeepSpeedZeroOptimizer
-    check = optimizer.check_overflow
-    unscale = optimizer.unscale_and_clip_grads
-    direct = optimizer.get_grad_norm_direct
-    if hasattr(check, "unpatched"):
-        return
 
     def norm_decides(self):
         return self.check_grad_overflow and self.compute_grad_norm and not self.cpu_offload
 
-    def check_overflow(self, partition_gradients=True):
+    @replaces(optimizer, "check_overflow")
+    def check_overflow(check, self, partition_gradients=True):
         if not norm_decides(self):
             check(self, partition_gradients)
 
-    def unscale_and_clip_grads(self, groups, norm):
+    @replaces(optimizer, "unscale_and_clip_grads")
+    def unscale_and_clip_grads(unscale, self, groups, norm):
         accepted = contextlib.nullcontext()
         if norm_decides(self):
             accepted = patch.object(stage_1_and_2, "is_invalid_grad_norm", lambda norm: False)
         with accepted:
             unscale(self, groups, norm)
 
-    def get_grad_norm_direct(self, gradients, params, norm_type=2):
+    @replaces(optimizer, "get_grad_norm_direct")
+    def get_grad_norm_direct(direct, self, gradients, params, norm_type=2):
         own = [grad for grad in gradients if not getattr(grad, "_zero_padding", False)]
         if not own or norm_type != 2 or self.model_parallel_rank:
             return direct(self, gradients, params, norm_type)
-        norms = torch._foreach_norm(own, 2, dtype=get_norm_dtype())
-        total = torch.stack(norms).pow(2).sum().float()
-        stage_1_and_2.dist.all_reduce(total, group=self.dp_process_group)
-        norm = total.pow(0.5)
-        return norm.masked_fill_(~norm.isfinite(), -1.0)
+        return norm_of_all_ranks(own, self.dp_process_group, torch.float32)
 
-    check_overflow.unpatched = check
-    optimizer.check_overflow = check_overflow
-    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
-    optimizer.get_grad_norm_direct = get_grad_norm_direct
+
+def quicken_norms_of_stage_3() -> None:
+    """Stage 3: compute the norms of a group's gradients by one call. The norm is the same to the last bit.
+
+    Private: `get_grad_norm_direct` (DeepSpeed 0.19.8, runtime/zero/stage3.py).
+    It copies each gradient to fp64, takes its norm by itself, and copies -1.0 from the host.
+    """
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Optimizer
+
+    @replaces(Optimizer, "get_grad_norm_direct")
+    def get_grad_norm_direct(direct, self, gradients, params, norm_type=2):
+        group = self._get_param_partition_group(params[0])
+        if norm_type != 2 or self.model_parallel_rank or self._autoep_expert_parallel_group(params):
+            return direct(self, gradients, params, norm_type)
+        return norm_of_all_ranks(gradients, group, torch.float64)
+
+
+def norm_of_all_ranks(gradients: Sequence[torch.Tensor], group, dtype: torch.dtype) -> torch.Tensor:
+    """Of the parts of all ranks in `group`, added up as `dtype`. A scalar: -1 where it is not finite."""
+    from deepspeed import comm
+
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float64)
+    total = torch.stack(norms).pow(2).sum().to(dtype)
+    comm.all_reduce(total, group=group)
+    norm = total.pow(0.5)
+    return norm.masked_fill_(~norm.isfinite(), -1.0)
+
+
+def mark_calls_for_profilers_alone() -> None:
+    """2,170 of them in a step of 24 layers at stage 3.
+
+    Private: `enable_nvtx` (DeepSpeed 0.19.8, utils/nvtx.py).
+    """
+    from deepspeed.utils import nvtx
+
+    nvtx.enable_nvtx = any(name in os.environ for name in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
+
+
+def walk_through_modules_once() -> None:
+    """Stage 3: for their parameters.
+
+    Private: `get_all_parameters` (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py).
+    It walks through each layer for each gather and release, and through the whole model three times after a step.
+    """
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    remembered = WeakKeyDictionary()
+
+    @replaces(partitioned_param_coordinator, "get_all_parameters")
+    def get_all_parameters(walk, module, recurse=False):
+        if not recurse:
+            return walk(module)
+        if module not in remembered:
+            remembered[module] = list(module.named_parameters())
+        return [*remembered[module], *module.ds_external_parameters()]
 
 
 def keep_precision_of_new_adapters() -> None:
@@ -175,16 +241,10 @@ def keep_precision_of_new_adapters() -> None:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    faulty = BaseTunerLayer._get_base_layer_device_and_dtype
-    if hasattr(faulty, "unpatched"):
-        return
-
-    def device_and_dtype(self, base_layer):
+    @replaces(BaseTunerLayer, "_get_base_layer_device_and_dtype")
+    def device_and_dtype(faulty, self, base_layer):
         device, dtype = faulty(self, base_layer)
         return device, None if any(map(is_partitioned, base_layer.parameters())) else dtype
-
-    device_and_dtype.unpatched = faulty
-    BaseTunerLayer._get_base_layer_device_and_dtype = device_and_dtype
 
 
 def forget_releases_with_the_trace() -> None:
@@ -198,18 +258,12 @@ def forget_releases_with_the_trace() -> None:
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
-    faulty = Coordinator._invalidate_trace
-    if hasattr(faulty, "unpatched"):
-        return
     remembered = inspect.getclosurevars(Coordinator._PartitionedParameterCoordinator__params_to_release).nonlocals
 
-    @functools.wraps(faulty)
-    def _invalidate_trace(self):
+    @replaces(Coordinator, "_invalidate_trace")
+    def invalidate_trace(faulty, self):
         faulty(self)
         remembered["func"].cache_clear()
-
-    _invalidate_trace.unpatched = faulty
-    Coordinator._invalidate_trace = _invalidate_trace
 
 
 def patch_quantized_gradients() -> None:
@@ -232,10 +286,6 @@ def patch_quantized_gradients() -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import stage3
 
-    faulty = stage3.all_to_all_quant_reduce
-    if hasattr(faulty, "unpatched"):
-        return
-
     def largest_on_any_rank(tensors):
         """The largest absolute value of each tensor. Infinite for NaN, which a maximum over ranks may lose."""
         largest = torch.stack([torch.linalg.vector_norm(tensor, torch.inf).float() for tensor in tensors])
@@ -243,7 +293,8 @@ def patch_quantized_gradients() -> None:
         comm.all_reduce(largest, op=comm.ReduceOp.MAX)
         return largest
 
-    def all_to_all_quant_reduce(tensors, groups):
+    @replaces(stage3, "all_to_all_quant_reduce")
+    def all_to_all_quant_reduce(faulty, tensors, groups):
         world_size = comm.get_world_size()
         given = []
         quantized = []  # indices for the kernel
@@ -266,9 +317,6 @@ def patch_quantized_gradients() -> None:
         for number, factor in zip(quantized, to_mean, strict=True):
             out[number] = out[number].float().mul_(factor).to(tensors[number].dtype)
         return out
-
-    all_to_all_quant_reduce.unpatched = faulty
-    stage3.all_to_all_quant_reduce = all_to_all_quant_reduce
 
 
 ROW = 256  # elements of a group, where the size allows it
@@ -297,18 +345,18 @@ def quantized_shape(shape: Sequence[int], world_size: int) -> tuple[int, ...] | 
     return None
 
 
-def share_not_quantized(shapes: Iterable[Sequence[int]], strategy: Strategy, ranks_per_node: int) -> float | None:
-    """Of the elements of these gradients. None without qgZ, which quantizes between nodes only."""
+def share_not_quantized(model: torch.nn.Module, strategy: Strategy) -> float | None:
+    """Of the elements of its gradients. None without qgZ, which quantizes between nodes only."""
     if not strategy.ds.quantizes_gradients:
         return None
-    between_nodes = strategy.zero_stage == 3 and strategy.world_size > ranks_per_node
+    world_size = strategy.world_size
+    between_nodes = strategy.zero_stage == 3 and world_size > local_world_size(os.environ, world_size)
     elements = 0
     left_out = 0
-    for shape in shapes:
-        size = math.prod(shape)
-        elements += size
-        if not between_nodes or quantized_shape(shape, strategy.world_size) is None:
-            left_out += size
+    for shape in [whole_shape(p) for p in model.parameters() if p.requires_grad]:
+        elements += shape.numel()
+        if not between_nodes or quantized_shape(shape, world_size) is None:
+            left_out += shape.numel()
     return left_out / max(elements, 1)
 
 
@@ -350,16 +398,9 @@ def score_supervised_positions_only(wanted: bool) -> None:
     """
     from trl.trainer import utils
 
-    unpatched = getattr(utils._use_triton, "unpatched", utils._use_triton)
-    if not wanted:
-        utils._use_triton = unpatched
-        return
-
-    def _use_triton(device):
-        return device.type == "cpu" or unpatched(device)
-
-    _use_triton.unpatched = unpatched
-    utils._use_triton = _use_triton
+    @replaces(utils, "_use_triton")
+    def use_triton(runs_on, device):
+        return (wanted and device.type == "cpu") or runs_on(device)
 
 
 def compile_by_layers() -> None:

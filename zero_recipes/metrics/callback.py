@@ -1,7 +1,6 @@
 """Measures one run on the engine's own tensors and collectives, and writes metrics.json (docs/metrics.md)."""
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import computed_in, precision_of
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
-from zero_recipes.core.process import PhaseClock, local_world_size, rank, signalled
-from zero_recipes.engine.deepspeed import STATE_PARTS, whole_shape
+from zero_recipes.core.process import PhaseClock, rank, signalled
+from zero_recipes.engine.deepspeed import STATE_PARTS
 from zero_recipes.engine.group import gather_rows
 from zero_recipes.engine.patches import share_not_quantized
 from zero_recipes.metrics import probe, schema
@@ -174,9 +173,7 @@ class StageMetricsCallback(TrainerCallback):
         parameters, trainable = parameter_counts(model)
         not_quantized = None
         if not self.ends_with_training:  # without a recipe the gradients are quantized by DeepSpeed's own rule
-            shapes = [whole_shape(p) for p in model.parameters() if p.requires_grad]
-            here = local_world_size(os.environ, self.strategy.world_size)
-            not_quantized = share_not_quantized(shapes, self.strategy, here)
+            not_quantized = share_not_quantized(model, self.strategy)
         of_trainer = {
             "name": self.output_dir.name,
             "strategy": self.strategy.name,

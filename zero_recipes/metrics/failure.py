@@ -9,16 +9,13 @@ import traceback
 from pathlib import Path
 from typing import Any, Literal
 
-from zero_recipes.core.files import encodable, write_text
+from zero_recipes.core.files import encodable, package_yaml, write_text
 from zero_recipes.core.findings import PeerFailed
 from zero_recipes.core.process import rank
 from zero_recipes.metrics import schema
 
 REFUSAL = "refusal.json"  # of a run that is launched with REFUSAL_FILE; read once
-# messages about a peer that has ended, by gloo, NCCL, the store and Linux
-ECHOES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
-ECHOES += ("gloo/transport", "NCCL error", "NCCL communicator was aborted", "DistNetworkError", "DistStoreError")
-ECHOES += ("Socket Timeout", "Timed out waiting")
+ECHOES = package_yaml("zero_recipes.engine", "tables.yaml")["echoes"]
 
 
 class RankFailure(schema.Part):

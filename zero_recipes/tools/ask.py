@@ -23,7 +23,7 @@ from zero_recipes.engine.attention import allow_cudnn
 from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.metrics.scores import load_metrics
 from zero_recipes.model import load_config, load_model
-from zero_recipes.tools.verify import TOKENIZER, verify
+from zero_recipes.tools.verify import has_tokenizer, verify
 from zero_recipes.training import answers as sampling
 
 RECIPE = "recipe.resolved.yaml"
@@ -111,7 +111,7 @@ def _recipe_of(folder: Path, overrides: list[str], is_adapter: bool) -> tuple[Re
 
 def load_tokenizer(target: Target) -> Tokenizer:
     """The model's, else its base's. Raises Refusal if their tokens differ."""
-    is_own = any((target.folder / name).is_file() for name in TOKENIZER)
+    is_own = has_tokenizer(target.folder)
     place = str(target.folder) if is_own else target.base
     if place is None:  # transformers would make one without a word
         raise refusal("ZR575", folder=target.folder)

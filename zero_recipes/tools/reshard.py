@@ -32,14 +32,13 @@ import torch
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import ADAM_STATES, HYPERPARAMETERS, Batch, code_in, code_refusal
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.core.files import PART
+from zero_recipes.core.files import NAMES, PART
 from zero_recipes.core.findings import Refusal, finding, first_line, refusal
 from zero_recipes.engine.huggingface import load_without_code
 
 Shapes = dict[str, tuple[int, ...]]  # of a group's parameters, by name
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py", "rng_state*.pth", save.MANIFEST)
 
 
 class Place(NamedTuple):
@@ -94,7 +93,7 @@ def reshard(checkpoint: Path, world_size: int, stage: int, skip_checksums: bool 
     unfinished = target.with_name(f".{target.name}{PART}")
     if unfinished.exists():  # a killed reshard left it
         shutil.rmtree(unfinished)
-    shutil.copytree(checkpoint, unfinished, ignore=shutil.ignore_patterns(*_LEFT_BEHIND))
+    shutil.copytree(checkpoint, unfinished, ignore=shutil.ignore_patterns(*NAMES["not_resharded"]))
     _write_states(source, unfinished)
     _copy_random_states(source, world_size, unfinished)
     save.write_manifest(unfinished, _facts(source, batch, stage), is_known and not skip_checksums)

@@ -118,7 +118,7 @@ def candidates(
             ds_config, _ = launched_ds_config(launched_environment(file, processes), recipe.settings.precision)
             job = job_of(recipe, config, name, ds_config, processes, device=device)
             for rank, batch in enumerate(splits):
-                for recomputes in _fitting(job.changed(**batch), predict, capacity):
+                for recomputes in _fitting(job.changed(**batch), ds_config, predict, capacity):
                     values = dict(batch)
                     if recomputes != job.recomputes:
                         values[RECOMPUTES] = recomputes
@@ -131,11 +131,11 @@ def candidates(
     raise refusal("ZR862", recipe=recipe.path, tried=", ".join(strategies or [*STRATEGIES, *OFFLOADED]))
 
 
-def _fitting(job: Job, predict: Predictor, capacity: int) -> list[bool]:
+def _fitting(job: Job, ds_config: dict[str, Any] | None, predict: Predictor, capacity: int) -> list[bool]:
     """Whether to recompute activations: both if the recipe does, else only if nothing fits without."""
     fitting = []
     for recomputes in (False, True):
-        prediction = predict(job.changed(**{RECOMPUTES: recomputes}))
+        prediction = predict(job.changed(**{RECOMPUTES: recomputes}).under(job.strategy, ds_config))
         if fit_of(prediction, capacity).runs:
             fitting.append(recomputes)
     return fitting if job.recomputes else fitting[:1]

@@ -7,16 +7,8 @@ import yaml
 
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import code_in
+from zero_recipes.core.files import NAMES
 from zero_recipes.core.findings import first_line
-
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tokenizer_config.json",
-)
 
 
 def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False) -> dict[str, int]:
@@ -37,7 +29,7 @@ def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False) ->
     if fault is not None:
         raise save.NotWhole(fault)
     entries = save.compare_with_class(folder, trust_remote_code)
-    if not (folder / save.ADAPTER).is_file() and any((folder / name).is_file() for name in TOKENIZER):
+    if not (folder / save.ADAPTER).is_file() and has_tokenizer(folder):
         _read_tokenizer(folder, trust_remote_code)
     if deep:
         save.refuse_bad_numbers(entries, zeros=True)
@@ -47,6 +39,10 @@ def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False) ->
         "parameters": sum(entry.elements for entry in entries.values()),
         "bytes": sum(path.stat().st_size for path in files),
     }
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in NAMES["tokenizer"])
 
 
 def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:

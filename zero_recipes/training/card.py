@@ -18,13 +18,12 @@ from huggingface_hub.repocard import metadata_load
 
 from zero_recipes.checkpoint.save import ADAPTER, CHECKSUMS, saved_files
 from zero_recipes.core import units
-from zero_recipes.core.files import load_yaml, strict_json, write_text
+from zero_recipes.core.files import NAMES, load_yaml, strict_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
 from zero_recipes.data.load import on_hub
 from zero_recipes.metrics import read_runs, schema
 
 README, RECIPE, SAMPLES, PICTURE = "README.md", "recipe.resolved.yaml", "samples.jsonl", "loss.png"
-CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 SECRET = ("hub_token", "output_dir", "logging_dir", "resume_from_checkpoint")  # keys that are nobody else's
 MOST_SAMPLES = 5  # rows of the card's table
 HUB_SECONDS = 600  # without a byte of an answer
@@ -205,7 +204,7 @@ def _redacted_file(path: Path) -> str | bytes:
         return yaml.safe_dump(redacted(_recipe(path.parent)), sort_keys=False, allow_unicode=True).encode()
     if path.name == schema.FILE:
         return strict_json(redacted(json.loads(path.read_text())), indent=2).encode()
-    if path.name in CONFIGS:
+    if path.name in NAMES["configs"]:
         document = json.loads(path.read_text())
         named = {key: redacted(text) for key, text in document.items() if key.endswith(("path", "file"))}
         if any(document[key] != text for key, text in named.items()):

@@ -30,14 +30,8 @@ NEARLY = 1.1  # times as long may a job take that fits for sure
 GAIN = 0.97  # of the time, for which larger micro batches are worth a change
 # what a change costs: first time, then another way of training
 COST_ORDER = ("nothing", "checkpointing", "micro batch", "stage", "offload", "LoRA")
-# The strategies of each place of the model states, both in the order in which they are tried.
-# Lower stages communicate less; stage 2 goes before stage 1, which holds whole gradients for longer and is no faster.
-# ZeRO++ comes last, hpZ first of it, which changes no number.
-ON_GPUS = ("ddp", "zero0", "zero2", "zero1", "zero3", "fsdp2", "zero3_hpz", "zero3_plus_plus", "zero3_qwz", "zero3_qgz")
-IN_HOST_MEMORY = ("zero2_offload", "zero3_offload")
-ON_NVME = ("zero3_offload_infinity", "zero3_infinity")
-PLACES = (ON_GPUS, IN_HOST_MEMORY, ON_NVME)
-ORDER = ON_GPUS + IN_HOST_MEMORY + ON_NVME
+PLACES = words()["places"]
+ORDER = [name for place in PLACES for name in place]
 
 
 @dataclass(frozen=True)

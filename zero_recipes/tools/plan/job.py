@@ -32,10 +32,6 @@ from zero_recipes.tools.plan.shape import shape_of
 HOSTS, MACHINE_RANK = "HOST,HOST", "K"  # in a command for several machines: of each machine
 FSDP = "fsdp2"  # the strategy that no ds_config describes
 SINGLE = "single"  # one process, without DeepSpeed
-ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-ON_SEVERAL = ("zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", FSDP)  # GPUs: one has nobody to share with
-ON_DISK = ("zero3_offload_infinity", "zero3_infinity")
-EVERY = (*ALL, *ON_SEVERAL, *ON_DISK, "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")  # `--strategies all`
 NO_FOLDER = "ZR233"  # the folder on NVMe is the machine's, and a plan is made elsewhere
 MODELS = Path(__file__).with_name("models")
 words = partial(package_yaml, __package__, "words.yaml")
@@ -111,9 +107,7 @@ class Job:
 
     @property
     def recomputes(self) -> bool:
-        if self.settings.activation_checkpointing is None:
-            return bool(self.settings.gradient_checkpointing)  # transformers' old name
-        return bool(self.settings.activation_checkpointing)
+        return self.settings.recomputes
 
     def changed(self, **values: Any) -> Self:
         return replace(self, settings=self.settings.replace(**values))
@@ -130,8 +124,8 @@ class Job:
         """None where the model cannot be built."""
         with suppress(Refusal):
             shape = shape_of(self.config, self.settings)
-            largest = max(tensor.size for tensor in shape.tensors)
-            return ModelSize(shape.hidden, largest, tuple(shape.decoder_layers))
+            sizes = [tensor.size for tensor in shape.tensors]
+            return ModelSize(shape.hidden, max(sizes), tuple(shape.decoder_layers), sum(sizes))
 
     def as_dict(self) -> dict[str, Any]:
         return vars(self) | {"settings": self.settings.as_dict()}
@@ -164,7 +158,7 @@ def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
 
 
 def read_strategies(recipe: Recipe, names: Sequence[str] | None) -> Strategies:
-    """Without `names` the recipe's own `deepspeed:`, or ALL. Raises Refusal."""
+    """Without `names` the recipe's own `deepspeed:`, or the usual ones. Raises Refusal."""
     settings = recipe.settings
     if names is None and str(settings.fsdp).lower() == "true":
         return {FSDP: None}
@@ -174,9 +168,9 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None) -> Strategies:
         config = read_json_mapping(settings.deepspeed)
         return {DsConfig(config).name: config}
     if names == ["all"]:
-        names = EVERY
+        names = words()["all"]
     elif not names:
-        names = list(ALL)
+        names = list(words()["usual"])
         if settings.precision == "fp16":
             names.remove("zero0")  # refused: ZR193
     return {name: _ds_config_of(name) for name in names}
@@ -299,11 +293,11 @@ class PlanRequest:
         return replace(job, workspace=self.gpu.workspace_bytes, evaluated=evaluated)
 
     def _excluded(self, strategy: str, job: Job) -> str | None:
-        if job.world_size == 1 and strategy in ON_SEVERAL and len(self.strategies) > 1:
+        if job.world_size == 1 and strategy in words()["on_several"] and len(self.strategies) > 1:
             return "one GPU has no other GPU to share with"
         if strategy == SINGLE and job.world_size > 1:
             return "it uses a single process"
-        if job.on_nvme and self.nvme is None and len(self.strategies) == len(EVERY):
+        if job.on_nvme and self.nvme is None and len(self.strategies) == len(words()["all"]):
             return "--nvme must give the size of each machine's disk"
         return why_not(job)
 

@@ -16,9 +16,6 @@ Answer = tuple[Verdict, str]  # with what was measured, or why these runs cannot
 EQUAL_SPEED = 0.05  # less is noise
 LOSS_FP32 = 1e-5
 LOSS_16_BIT = 2e-2  # one step's rounding; tests hold short runs of the stages to 1e-3, and to 1e-5 in fp32
-# fields of metrics.json
-SAME_RUN = ("model", "parameters", "trainable_parameters", "world_size", "device", "precision")
-SAME_RUN += ("micro_batch_size", "gradient_accumulation_steps", "max_length")
 ON_CPU = "CPU processes say nothing about the speed of GPUs. zero-recipes plan compares that."
 
 
@@ -100,7 +97,7 @@ def _alike(runs: Runs) -> Answer:
     if len(runs) < 2:
         return "cannot tell", "There is only one row."
     conditions = {}
-    for key in SAME_RUN:
+    for key in read.texts()["same_run"]:
         conditions[key] = {getattr(run, key) for run in runs}
     # the same data in the same order makes the same number of tokens, padding included
     conditions["tokens trained on"] = {run.tokens.all for run in runs if run.status == "ok" and run.tokens}

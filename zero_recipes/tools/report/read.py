@@ -81,7 +81,7 @@ def _paper_in_phi(run: MeasuredRun) -> float | None:
     if run.communication_bytes_per_step is None:
         return None
     if run.strategy in zero_paper.PLUS_PLUS:
-        return zero_paper.plus_plus_units(**zero_paper.PLUS_PLUS[run.strategy])
+        return zero_paper.plus_plus_units(zero_paper.PLUS_PLUS[run.strategy])
     is_zero = run.strategy in ORDER or run.strategy.endswith(("_offload", "_infinity"))
     if not is_zero or (run.world_size or 1) == 1:
         return None
