@@ -171,12 +171,13 @@ def rendered(draft, messages, **tokens):
 
 
 def test_loraplus_has_the_weight_decay_of_the_other_trainer(drafted):
-    """axolotl hands PEFT none."""
+    """axolotl hands PEFT none. LLaMA-Factory gives an embedding's two matrices different rates."""
     keys = "weight_decay: 0.3\nloraplus_lr_ratio: 16\n"
     axolotl, factory = AXOLOTL + "    type: alpaca\nadapter: lora\n" + keys, FACTORY + "template: llama3\n" + keys
     for theirs, decay, changes in (
         (axolotl, 0.0, []),
         (factory, 0.3, []),
+        (factory + "lora_target: q_proj,embed_tokens\n", 0.3, ["lora_target"]),
         (factory + "loraplus_lr_embedding: 2e-6\n", 0.3, ["loraplus_lr_embedding"]),
     ):
         draft, recipe = drafted(theirs)

@@ -67,6 +67,7 @@ def _stops(run: Run) -> dict[str, Any]:
         "grad_accum_dtype": run.stage == 0 and ds.grad_accum_dtype not in (None, settings.precision),
         "muon": at_3 and optimizer == "muon" and scatters,
         "zenflow": zero.get("zenflow"),
+        "legacy_stage1": zero.get("legacy_stage1"),
         "data_routing": run.value("data_efficiency.enabled") and routing,
         "monitor_package": any(
             run.value(f"{name}.enabled") and not find_spec(package) for name, package in options()["monitors"].items()
@@ -79,6 +80,7 @@ def _stops(run: Run) -> dict[str, Any]:
         "deprecated_offload": zero.get("cpu_offload") and not ds.optimizer,
         "no_gradient_norm": without_norm and (settings.max_grad_norm > 0 or ds.offload_optimizer),
         "lion_on_cpu": on_cpu and optimizer == "lion" and not ds.offload_optimizer,
+        "zero_predivide": run.value("gradient_predivide_factor") == 0,
         "gradient_scaling": (run.stage > 1 and scatters and scales) or (at_3 and divides),
         "bf16_masters": ds.bf16_masters and not keeps_masters,
         "bf16_states": casts_states and not _has_adam_block(run),

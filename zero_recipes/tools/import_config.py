@@ -399,6 +399,8 @@ def _factory_adapter(draft: Draft) -> None:
     targets = theirs.get(f"{kind}_target", "all").replace("all", "all-linear")
     modules = targets.replace(" ", "").split(",")
     draft.put(f"{kind}_target", lora_target_modules=modules)
+    if theirs.get("loraplus_lr_ratio") and any("embed" in name or name == "wte" for name in modules):
+        draft.changes["lora_target"] = "LoRA+ gives one of the two matrices of an embedding the usual learning rate"
     if kind == "lora":
         draft.put("LLaMA-Factory's default, twice the rank", lora_alpha=2 * theirs.get("lora_rank", 8))
 
