@@ -23,9 +23,12 @@ def test_a_step_that_does_not_log_waits_for_the_device_only_where_it_must(one, t
 KEYS = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "max_steps": 3, "logging_steps": 100}
 
 
-@pytest.mark.parametrize(("strategy", "change"), [grid("zero2", "copies"), ("zero3", "copies"), grid("zero3", "norm")])
+CHANGES = [grid("zero2", "copies"), ("zero3", "copies"), ("zero2", "each"), ("zero3", "each"), grid("zero3", "norm")]
+
+
+@pytest.mark.parametrize(("strategy", "change"), CHANGES)
 def test_a_step_of_fewer_kernels_trains_the_same(one, tmp_path, strategy, change):
-    """Gradients that are not copied side by side before they are reduced; norms by one call."""
+    """Gradients that are not copied side by side before they are reduced, and by one call after; norms by one call."""
     argv = arguments(write_recipe(tmp_path, **KEYS), strategy, tmp_path / "out", "--overwrite", "true")
     few = one.run(step_costs.costs_of_steps, argv=argv)[0]
     many = one.run(step_costs.costs_of_steps, argv=argv, off=[change])[0]

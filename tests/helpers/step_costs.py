@@ -91,7 +91,8 @@ class _Operators(TorchDispatchMode):
             costs.bytes_sent += max((tensor.nbytes for tensor in tensors), default=0)
         else:
             costs.operators += 1
-            costs.kernels += not operator.is_view and packet not in NO_KERNEL
+            is_in_place = packet is aten.copy_ and arguments[0] is arguments[1]
+            costs.kernels += not (operator.is_view or packet in NO_KERNEL or is_in_place)
         by_mask = packet is aten.index and any(
             index is not None and index.dtype == torch.bool for index in arguments[1]
         )
@@ -160,10 +161,12 @@ def as_before(*changes: str) -> Iterator[None]:
 
 CHANGES = {
     "copies": [(ds_config, "_fill_copies", lambda *_: None)],
+    "each": [(patches, "copy_gradients_at_once", lambda: None)],
     "linear": [(ds_config, "_fill_linear_layers", lambda *_: None)],
     "marks": [(patches, "mark_calls_for_profilers_alone", lambda: None)],
     "norm": [(patches, name, lambda: None) for name in ("quicken_stages_1_and_2", "quicken_norms_of_stage_3")],
     "reads": [(ZeroSFTTrainer, name, getattr(SFTTrainer, name)) for name in ("_clip_grad_norm", "_get_grad_norm")],
+    "releases": [(patches, "release_without_messages", lambda: None)],
     "walks": [(patches, "walk_through_modules_once", lambda: None)],
     "rows": [(attention, "attend_by_row", lambda *_: None)],
 }

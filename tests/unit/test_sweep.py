@@ -262,7 +262,7 @@ def test_short_steps_are_measured_for_seconds(monkeypatch, ran, packable, tmp_pa
 
 def test_a_tune_that_is_too_short_says_so_and_writes_nothing(ran, packable, tmp_path, capsys):
     argv = ["tune", str(packable), "--output_dir", str(tmp_path / "runs"), "--strategies", "ddp,zero2"]
-    assert cli.main([*argv, "--minutes", "0.0001"]) == 1
+    assert cli.main([*argv, "--minutes", "1e-9"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert len(ran) == 1 and "too short to compare" in said and "all take about --minutes" in said
     assert not packable.with_suffix(".tuned.yaml").exists()

@@ -19,7 +19,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from zero_recipes.core.files import NAMES, write_json, write_text
-from zero_recipes.core.findings import RunFailed, first_line
+from zero_recipes.core.findings import RunFailed, ending
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"
@@ -123,14 +123,14 @@ def is_foreign(checkpoint: Path) -> bool:
 def checkpoint_fault(checkpoint: Path) -> str | None:
     """The first fault that shows without a look into large files."""
     if is_unfinished(checkpoint):
-        return f"{checkpoint} is incomplete: a process was killed while it saved, or the disk was full."
+        return ending("unfinished", checkpoint=checkpoint)
     found = read_manifest(checkpoint)
     if found is None:
-        return f"The {MANIFEST} of {checkpoint} is missing or was changed."
+        return ending("manifest", checkpoint=checkpoint, name=MANIFEST)
     for name, size in found["files"].items():
         path = checkpoint / name
         if not path.is_file() or path.stat().st_size != size:
-            return f"{path} is missing, or does not have the {size:,} bytes that were written."
+            return ending("size", path=path, size=size)
     return document_fault(checkpoint)
 
 
@@ -144,7 +144,7 @@ def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
     wrong = first_changed(checkpoint, {name: checksums[name] for name in largest_first[share::of]})
     if wrong is None:
         return None
-    return f"{checkpoint / wrong} was changed after it was written: its checksum differs."
+    return ending("content", path=checkpoint / wrong)
 
 
 def document_fault(checkpoint: Path) -> str | None:
@@ -159,7 +159,7 @@ def document_fault(checkpoint: Path) -> str | None:
             else:
                 dict(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
-            return f"{name} of {checkpoint} cannot be read: {first_line(error)}."
+            return ending("document", checkpoint=checkpoint, name=name, error=error)
     return None
 
 
@@ -216,10 +216,7 @@ def compare_with_class(folder: Path, trust_remote_code: bool = False) -> dict[st
     """On the meta device. Only tied weights may be absent. Returns `entries_of`. Raises NotWhole."""
     entries = entries_of(folder)
     if not entries or any(0 in entry.shape for entry in entries.values()):
-        raise NotWhole(
-            f"{folder} has no complete model: no weights, or empty tensors, as ZeRO stage 3 saves them without "
-            "stage3_gather_16bit_weights_on_model_save."
-        )
+        raise NotWhole(ending("no_model", folder=folder))
     if (folder / ADAPTER).is_file():
         _compare_with_adapter(folder, entries, trust_remote_code)
     else:
@@ -238,7 +235,7 @@ def entries_of(folder: Path) -> dict[str, Entry]:
                     tensor = file.get_slice(name)
                     entries[name] = Entry(path, tensor.get_dtype(), tuple(tensor.get_shape()))
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise NotWhole(f"{path} is truncated or damaged: {first_line(error)}") from error
+        raise NotWhole(ending("damaged_file", path=path, error=error)) from error
     return entries
 
 
@@ -266,7 +263,7 @@ def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # any kind: a config's values reach the model's code
-        raise NotWhole(f"{folder} has weights, but no model can be built from it: {first_line(error)}") from error
+        raise NotWhole(ending("no_class", folder=folder, error=error)) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         _raise_if_any(folder, kind.replace("_", " "), set(map(str, report[kind])))
 
@@ -288,13 +285,14 @@ def _compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_
             tuned = get_peft_model(base, config)
         made = get_peft_model_state_dict(tuned, save_embedding_layers=False)
     except Exception as error:  # peft looks each value up in tables of its own
-        raise NotWhole(f"{folder} has an adapter that does not fit its base model: {first_line(error)}") from error
+        raise NotWhole(ending("no_base", folder=folder, error=error)) from error
     _raise_if_any(folder, "missing", made.keys() - entries.keys())
 
 
 def _raise_if_any(folder: Path, what: str, names: set[str]) -> None:
     if names:
-        raise NotWhole(f"{folder} is not complete: {what} {', '.join(sorted(names)[:3])} ({len(names)} in all)")
+        first = ", ".join(sorted(names)[:3])
+        raise NotWhole(ending("names", folder=folder, what=what, names=first, count=len(names)))
 
 
 def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
@@ -306,9 +304,9 @@ def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
             continue
         count = int((~torch.isfinite(tensor)).sum())
         if count:
-            raise NotWhole(f"{entry.file} is damaged: {name} has {count:,} NaN or infinite values.")
+            raise NotWhole(ending("not_finite", file=entry.file, name=name, count=count))
         if zeros and tensor.ndim >= 2 and not tensor.any():
-            raise NotWhole(f"{entry.file} is damaged: {name} is all zero.")
+            raise NotWhole(ending("zeros", file=entry.file, name=name))
 
 
 def write_checksums(folder: Path) -> None:

@@ -125,6 +125,12 @@ class RunFailed(Exception):
     exit_code = FAILED
 
 
+def ending(name: str, /, **values: Any) -> str:
+    """A text of endings.yaml. Of an error in `values` its first line."""
+    values = {key: first_line(value) if isinstance(value, Exception) else value for key, value in values.items()}
+    return package_yaml(__package__, "endings.yaml")[name].format_map(values)
+
+
 class Preempted(RunFailed):
     """A signal has ended the run, and all that it has trained is saved."""
 

@@ -26,11 +26,13 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
         return
     patch_timeouts(ddp_timeout)
     mark_calls_for_profilers_alone()
+    copy_gradients_at_once()
     if strategy.zero_stage in (1, 2):
         quicken_stages_1_and_2()
     if strategy.zero_stage == 3:
         quicken_norms_of_stage_3()
         walk_through_modules_once()
+        release_without_messages()
         forget_releases_with_the_trace()
         keep_precision_of_new_adapters()
     if strategy.ds.quantizes_gradients:
@@ -193,6 +195,49 @@ def quicken_norms_of_stage_3() -> None:
         return norm_of_all_ranks(gradients, group, torch.float64)
 
 
+def copy_gradients_at_once() -> None:
+    """What a reduction comes to is copied into all its gradients by one call. Offloaded ones are left to DeepSpeed.
+
+    Private: `allreduce_and_copy` (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py) and `partition_grads` (stage3.py).
+    They launch a kernel for each gradient.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stages1And2
+
+    @replaces(Stages1And2, "allreduce_and_copy")
+    def allreduce_and_copy(reduce, self, gradients, *arguments, **keywords):
+        unflatten = self.unflatten
+
+        def copied(reduced, gradients):
+            torch._foreach_copy_(gradients, unflatten(reduced, gradients))
+            return gradients  # DeepSpeed copies them into themselves: no kernel
+
+        with patch.object(self, "unflatten", copied):
+            reduce(self, gradients, *arguments, **keywords)
+
+    @replaces(Stage3, "partition_grads")
+    def partition_grads(partition, self, parameters, parts):
+        if self.offload_optimizer:
+            return partition(self, parameters, parts)
+        wholes = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        buffers = []
+        reduced = []
+        for parameter, part in zip(parameters, parts, strict=True):
+            if not get_accelerator().is_synchronized_device():
+                parameter.grad.record_stream(get_accelerator().current_stream())
+            parameter.grad = None
+            start = parameter.partition_numel() * self._get_param_partition_rank(parameter)
+            if start < parameter.ds_numel:  # the rest is padding
+                buffers.append(wholes[parameter.ds_id].narrow(0, 0, part.numel()))
+                reduced.append(part)
+        if self.micro_step_id == 0:
+            torch._foreach_copy_(buffers, reduced)
+        else:
+            torch._foreach_add_(buffers, reduced)
+        return buffers
+
+
 def norm_of_all_ranks(gradients: Sequence[torch.Tensor], group, dtype: torch.dtype) -> torch.Tensor:
     """Of the parts of all ranks in `group`, added up as `dtype`. A scalar: -1 where it is not finite."""
     from deepspeed import comm
@@ -231,6 +276,25 @@ def walk_through_modules_once() -> None:
         if module not in remembered:
             remembered[module] = list(module.named_parameters())
         return [*remembered[module], *module.ds_external_parameters()]
+
+
+def release_without_messages() -> None:
+    """Stage 3: DeepSpeed formats six messages for each parameter that it releases, and prints none.
+
+    Private: `__release_param` (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py).
+    hpZ, NVMe and fast sharding are left to it.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    @replaces(Coordinator, "_PartitionedParameterCoordinator__release_param")
+    def release_param(release, self, parameter, free_data=True):
+        is_plain = parameter.ds_zero_param_process_group is None and parameter.ds_tensor.final_location is None
+        if not (is_plain and free_data):
+            release(self, parameter, free_data)
+        elif parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_active_sub_modules:
+            free_param(parameter)
+            self._PartitionedParameterCoordinator__n_available_params -= parameter.ds_numel
 
 
 def keep_precision_of_new_adapters() -> None:

@@ -120,7 +120,7 @@ def keep_failure(output_dir: Path, own: RankFailure, losses: list[float], begun:
     if row.status == "ok" and not resumes:
         return
     history = max(losses, row.loss_history or [], key=len)
-    _ended(row.model_copy(update={"loss_history": history}), cause).write(path)
+    _by(cause, row.model_copy(update={"loss_history": history})).write(path)
 
 
 def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> schema.Metrics:
@@ -134,23 +134,21 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> sch
     if refusal.is_file():
         said = json.loads(refusal.read_text())
         refusal.unlink()
-        failure = schema.Failure(phase="startup", code=said["code"], reason=said["reason"])
-        return row.model_copy(update={"status": "refused", "error": said["error"], "failure": failure})
+        return _ended(row, "refused", said["error"], phase="startup", code=said["code"], reason=said["reason"])
     cause = cause_of(output_dir)
     killed_by = signal_in(exit_code, log)
     if killed_by is not None and (cause is None or cause.status != "oom"):
         error = f"a process was killed by {killed_by}"
         if killed_by == "SIGKILL":
             error += ", as the kernel does when host memory runs out"
-        failure = schema.Failure(phase="train" if cause is None else cause.phase, signal=killed_by)
-        return row.model_copy(update={"status": "failed", "error": error, "failure": failure})
+        return _ended(row, "failed", error, phase="train" if cause is None else cause.phase, signal=killed_by)
     if cause is not None:
-        return _ended(row, cause)
+        return _by(cause, row)
     error = f"exit code {exit_code}"
     said = log.strip()
     if said:
         error += f": {said.splitlines()[-1].strip()}"
-    return row.model_copy(update={"status": "failed", "error": error, "failure": schema.Failure(phase="unknown")})
+    return _ended(row, "failed", error, phase="unknown")
 
 
 def signal_in(exit_code: int, log: str) -> str | None:
@@ -165,11 +163,11 @@ def signal_in(exit_code: int, log: str) -> str | None:
     return None
 
 
-def _ended(row: schema.Metrics, cause: RankFailure) -> schema.Metrics:
-    failure = schema.Failure(
-        phase=cause.phase,
-        rank=cause.rank,
-        is_echo=cause.is_echo,
-        largest_memory=cause.largest_memory,
-    )
-    return row.model_copy(update={"status": cause.status, "error": cause.error, "failure": failure})
+def _by(cause: RankFailure, row: schema.Metrics) -> schema.Metrics:
+    known = cause.model_dump(include={"phase", "rank", "is_echo", "largest_memory"})
+    return _ended(row, cause.status, cause.error, **known)
+
+
+def _ended(row: schema.Metrics, status: str, error: str, **known: Any) -> schema.Metrics:
+    """`known`: of its Failure."""
+    return row.model_copy(update={"status": status, "error": error, "failure": schema.Failure(**known)})

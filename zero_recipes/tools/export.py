@@ -19,7 +19,7 @@ import transformers
 
 from zero_recipes.checkpoint.save import compare_with_class, write_checksums
 from zero_recipes.config.recipe import named_on
-from zero_recipes.core.findings import RunFailed, refusal
+from zero_recipes.core.findings import RunFailed, ending, refusal
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import read_samples
 from zero_recipes.tools import ask
@@ -85,7 +85,7 @@ def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:
     bound = BOUND if merged.dtype == torch.float32 else BOUND_OF_16_BITS
     print(f"merged: logits differ by {gap:.1e} of the largest logit (limit {bound:g})", flush=True)
     if not gap <= bound:  # nor NaN
-        raise NotExported(f"Merging {target.folder} changed the model: logits differ by {gap:.1e} of the largest.")
+        raise NotExported(ending("merged", folder=target.folder, gap=gap))
     return merged
 
 
@@ -131,7 +131,7 @@ def _convert(llama_cpp: Path, kind: str, out: Path) -> Path:
     done = subprocess.run(command, env=own, text=True, capture_output=True)
     if done.returncode:
         last_line = (done.stderr.strip() or "nothing").splitlines()[-1]
-        raise NotExported(f"llama.cpp's {CONVERTER} failed: {last_line}. Files written before are complete.")
+        raise NotExported(ending("converter", converter=CONVERTER, error=last_line))
     print(f"written: {file}, {file.stat().st_size:,} bytes", flush=True)
     return file
 
@@ -180,7 +180,4 @@ def _compare(files: Iterable[Path], expected: dict[str, list[int]], start: str |
         count = len(expected)
         print(f"{file.name}: {equal} of {count} greedy answers match transformers, {first} in their first token")
         if not first and file.name.endswith("f16.gguf"):
-            raise NotExported(
-                f"{file} is not to be used: none of its {count} answers begins as transformers' does. "
-                f"llama.cpp reads the tokens or weights otherwise. {file.parent} itself is complete."
-            )
+            raise NotExported(ending("other_answers", file=file, count=count, folder=file.parent))

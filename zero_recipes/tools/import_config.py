@@ -50,6 +50,11 @@ class Draft:
                 value = self.recipe[key][0] | value
             self.recipe[key] = (value, why)
 
+    def remark(self, which: str, **values: Any) -> None:
+        """Of effects.yaml. `values`: in its text."""
+        row = {word: text.format(**values) for word, text in table("effects")[which].items()}
+        _remark(self, row["key"], row)
+
     def remarks(self) -> list[str]:
         titles = {"not supported": self.loses, "training differs": self.changes, "note": self.note}
         lines = []
@@ -114,13 +119,13 @@ def translated(path: Path, recipe: Path) -> Draft:
         draft.put("any evaluation may be the best", save_steps=eval_steps)
     names, why = draft.recipe.get("lora_target_modules", ([], ""))
     if len(names) > 1 and "all-linear" in names:  # PEFT knows it alone, and TRL has no adapter on the LM head
-        draft.changes[why] = "LoRA on all linear layers and on others"
+        draft.remark("all_linear_and_others", key=why)
     optim_args, _ = draft.recipe.get("optim_args", ({}, ""))
     if optim_args:
         words = [f"{key}={value}" for key, value in optim_args.items()]
         draft.put("the optimizer's keys", optim_args=", ".join(words))
     if not draft.recipe["datasets"][0] and not draft.changes:
-        draft.changes["datasets"] = "the file names none"
+        draft.remark("no_data")
     return draft
 
 
@@ -212,7 +217,7 @@ def _put_by_value(draft: Draft, key: str, value: Any, why: str, values: Mapping[
             _remark(draft, f"{key}: {name}", row)
             draft.put(why, **{new: text for new, text in row.items() if new not in REMARKS})
         else:
-            draft.changes[key] = f"the value {one!r} is not supported"
+            draft.remark("value", key=key, value=one)
 
 
 # what several trainers have
@@ -225,7 +230,7 @@ def _template(draft: Draft, name: str | None, mask: str) -> None:
         return
     parts = table("templates")[draft.source].get(name)
     if parts is None:
-        draft.changes["template"] = f"the template {name!r} is not supported"
+        draft.remark("template", name=name)
     else:
         _write_template(draft, name, parts, mask)
 
@@ -255,10 +260,10 @@ def _sharding(draft: Draft) -> None:
         _remark(draft, "deepspeed", row)
         draft.put("deepspeed", accelerate_config=f"{row['strategy']}.yaml")
     elif found is None:
-        draft.loses["deepspeed"] = f"{named} was not found; zero-recipes plan recommends a strategy"
+        draft.remark("no_ds_config", named=named)
     else:
         copy = draft.at.with_name(found.name)
-        draft.note["deepspeed"] = f"{named} is copied: it is none of zero-recipes' strategies"
+        draft.remark("ds_config", named=named)
         draft.files[copy] = found.read_text(encoding="utf-8")
         draft.put("deepspeed", deepspeed=str(copy))
 
@@ -275,10 +280,10 @@ def _fsdp(draft: Draft) -> None:
     if not any(value for key, value in theirs.items() if key.partition(".")[0] in blocks):
         return
     if str(theirs.get("fsdp")).endswith(".json"):
-        draft.loses["fsdp"] = f"{theirs['fsdp']} is not read: fsdp2.yaml shards weights, offloads nothing"
+        draft.remark("fsdp_file", named=theirs["fsdp"])
     if theirs.get("load_in_8bit"):
         draft.put("fsdp", accelerate_config="zero2.yaml")
-        draft.loses["fsdp"] = "every GPU holds all 8-bit weights (ZeRO-2), because FSDP2 cannot shard them"
+        draft.remark("fsdp_8bit")
     else:
         draft.put("fsdp", accelerate_config="fsdp2.yaml")
 
@@ -332,7 +337,7 @@ def _axolotl_data(draft: Draft) -> None:
     for one in sets:
         odd = [key for key in one if key not in known["read"] and one[key] not in (None, known["usual"].get(key))]
         if odd or not supported:
-            draft.changes["datasets"] = f"type {', '.join(sorted(kinds))}, {odd or 'in this form'}, is not supported"
+            draft.remark("type", kinds=", ".join(sorted(kinds)), odd=odd or "in this form")
         columns = own_columns or {"messages": one.get("field_messages")}
         if kinds == {"completion"}:
             columns = {"text": one.get("field")}
@@ -344,9 +349,9 @@ def _axolotl_data(draft: Draft) -> None:
     elif kinds == {"chat_template"}:
         _template(draft, sets[0].get("chat_template") or theirs.get("chat_template"), "answer")
         if not {"eot_tokens", "special_tokens.eos_token"} & theirs.keys():
-            draft.note["eot_tokens"] = "the end of a turn is supervised; in axolotl only if it is the eos_token"
+            draft.remark("end_of_turn")
         if theirs.get("train_on_inputs"):
-            draft.changes["train_on_inputs"] = "the text of all roles is supervised, without the template's own tokens"
+            draft.remark("all_roles")
 
 
 def _axolotl_format(draft: Draft, form: Mapping[str, str]) -> bool:
@@ -400,7 +405,7 @@ def _factory_adapter(draft: Draft) -> None:
     modules = targets.replace(" ", "").split(",")
     draft.put(f"{kind}_target", lora_target_modules=modules)
     if theirs.get("loraplus_lr_ratio") and any("embed" in name or name == "wte" for name in modules):
-        draft.changes["lora_target"] = "LoRA+ gives one of the two matrices of an embedding the usual learning rate"
+        draft.remark("embeddings")
     if kind == "lora":
         draft.put("LLaMA-Factory's default, twice the rank", lora_alpha=2 * theirs.get("lora_rank", 8))
 
@@ -413,7 +418,7 @@ def _factory_data(draft: Draft) -> None:
     known = {}
     if repository in subsets:
         known = {name: {"hf_hub_url": repository, "subset": name} for name in subsets[repository]}
-        draft.loses["dataset_dir"] = f"subsets of {repository} by their names: its dataset_info.json is not read"
+        draft.remark("subsets", repository=repository)
     elif info is not None:
         known = json.loads(info.read_text(encoding="utf-8"))
 
@@ -428,7 +433,7 @@ def _factory_data(draft: Draft) -> None:
             path = str(info.with_name(row["file_name"]))
         odd = (columns.keys() - renamed.keys()) | ({"ranking", "folder"} & row.keys())
         if odd or path is None:
-            draft.changes["dataset"] = f"{name} has {', '.join(sorted(odd)) or 'no file and no Hub name'}"
+            draft.remark("subset", name=name, odd=", ".join(sorted(odd)) or "no file and no Hub name")
             continue
         split = row.get("split")
         count = draft.theirs.get("max_samples")

@@ -8,7 +8,7 @@ import yaml
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import code_in
 from zero_recipes.core.files import NAMES
-from zero_recipes.core.findings import first_line
+from zero_recipes.core.findings import ending
 
 
 def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False) -> dict[str, int]:
@@ -25,7 +25,7 @@ def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False) ->
     if fault is None and (folder / save.STATE).is_file():
         code = code_in(folder)
         if code is not None:
-            fault = f"{folder} holds {code}. Loading a pickle can run any program, so it was not loaded."
+            fault = ending("pickle", folder=folder, code=code)
     if fault is not None:
         raise save.NotWhole(fault)
     entries = save.compare_with_class(folder, trust_remote_code)
@@ -51,7 +51,7 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:
     try:
         AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # the library's parsers raise what they like; tokenizers a bare Exception
-        raise save.NotWhole(f"{folder} is not complete: its tokenizer cannot be read: {first_line(error)}") from error
+        raise save.NotWhole(ending("no_tokenizer", folder=folder, error=error)) from error
 
 
 def _changed_since_saved(folder: Path) -> str | None:
@@ -63,15 +63,15 @@ def _changed_since_saved(folder: Path) -> str | None:
             return None
         if yaml.safe_load(resolved.read_text()).get("skip_checksums"):
             return None
-        return f"{path} is missing, although the run wrote it."
+        return ending("no_checksums", path=path)
     try:
         files = dict(json.loads(path.read_text())["files"])
         wrong = save.first_changed(folder, files, "sha256")
         added = sorted(set(save.saved_files(folder)) - files.keys())
         if added:
-            return f"{folder} was changed after saving: it would also load {', '.join(added[:3])}."
+            return ending("added", folder=folder, names=", ".join(added[:3]))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        return f"{path} cannot be read: {first_line(error)}"
+        return ending("checksums", path=path, error=error)
     if wrong is None:
         return None
-    return f"{folder} is damaged: {wrong} is missing or was changed (SHA-256). If this is intended, delete {path}."
+    return ending("changed", folder=folder, wrong=wrong, path=path)

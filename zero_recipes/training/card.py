@@ -19,13 +19,12 @@ from huggingface_hub.repocard import metadata_load
 from zero_recipes.checkpoint.save import ADAPTER, CHECKSUMS, saved_files
 from zero_recipes.core import units
 from zero_recipes.core.files import NAMES, load_yaml, strict_json, write_text
-from zero_recipes.core.findings import RunFailed, first_line
+from zero_recipes.core.findings import RunFailed, ending
 from zero_recipes.data.load import on_hub
 from zero_recipes.metrics import read_runs, schema
 
 README, RECIPE, SAMPLES, PICTURE = "README.md", "recipe.resolved.yaml", "samples.jsonl", "loss.png"
 SECRET = ("hub_token", "output_dir", "logging_dir", "resume_from_checkpoint")  # keys that are nobody else's
-MOST_SAMPLES = 5  # rows of the card's table
 HUB_SECONDS = 600  # without a byte of an answer
 
 
@@ -63,7 +62,6 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         data.tags.append("lora")
         adapter = json.loads((folder / "adapter_config.json").read_text())
     licences = [(redacted(name), licence_of(name, "dataset") or "unknown") for name in named]
-    samples = read_runs.read_samples(folder / SAMPLES)
     card = ModelCard.from_template(
         data,
         template_str=(resources.files("zero_recipes.training") / "card.md.j2").read_text(),
@@ -74,9 +72,8 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         is_adapter=is_adapter,
         adapter=adapter,
         data=licences,
-        measured=_measured(run),
-        samples=[_cells(row) for row in samples[:MOST_SAMPLES]],
-        scores=read_runs.mean_scores(samples),
+        samples=read_runs.read_samples(folder / SAMPLES),
+        read_runs=read_runs,
         units=units,
     )
     write_text(out / README, str(card))
@@ -114,38 +111,6 @@ def licence_of(name: str | None, kind: str, revision: str | None = None) -> str 
             return ", ".join(found)
         return found
     return None
-
-
-def _measured(run: schema.Metrics) -> list[tuple[str, str, str]]:
-    """(what, measured, planned) of the rank that needs most."""
-    plan = run.predicted or schema.PredictedMetrics()
-    rows = []
-
-    def add(what: str, measured: str, planned: str = "") -> None:
-        if measured or planned:
-            rows.append((what, measured, planned))
-
-    states = run.fullest_rank and run.fullest_rank.total
-    add("Model states per process", units.size(states or None), units.size(plan.state_bytes))
-    if run.device == "cpu":
-        add("Peak memory per process (RSS)", units.size(run.peak("rss")))
-    else:
-        add("Peak memory per GPU, allocated", units.size(run.peak("allocated")), units.size(plan.peak_memory_bytes))
-    if run.communication_bytes_per_step:
-        add("Communication per step and process", units.size(sum(run.communication_bytes_per_step.values())))
-    add("Tokens per second, all processes", units.count(run.speed))
-    if run.step_seconds and run.step_seconds.median:
-        add("Seconds per step, median", units.significant(run.step_seconds.median))
-    add("Model FLOPs utilization", units.percent(run.mfu))
-    return rows
-
-
-def _cells(row: read_runs.SampleRow) -> list[str]:
-    cells = []
-    for text in (read_runs.question(row.prompt), row.before, row.after):
-        escaped = read_runs.short(text).replace("&", "&amp;").replace("<", "&lt;")
-        cells.append(escaped.replace("|", "\\|").replace("\n", "<br>"))
-    return cells
 
 
 def redacted(value: Any) -> Any:
@@ -192,10 +157,7 @@ def push(folder: Path, repo: str, token: str | None = None, revision: str | None
         message = "Model, card, measurements and recipe"
         return hub(token).create_commit(repo, operations, commit_message=message, revision=revision).commit_url
     except Exception as error:  # of huggingface_hub and the network, of many kinds
-        raise NotPushed(
-            f"{folder} is saved, but was not pushed to {repo}: {first_line(error)}. "
-            f"To push it again: zero-recipes push {folder} --hub_model_id {repo}"
-        ) from error
+        raise NotPushed(ending("not_pushed", folder=folder, repo=repo, error=error)) from error
 
 
 def _redacted_file(path: Path) -> str | bytes:

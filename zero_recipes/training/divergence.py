@@ -7,7 +7,7 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from zero_recipes.core.findings import RunFailed
+from zero_recipes.core.findings import RunFailed, ending
 from zero_recipes.core.process import say
 from zero_recipes.engine.deepspeed import is_partitioned
 from zero_recipes.engine.fsdp import local
@@ -20,10 +20,7 @@ class Diverged(RunFailed):
     status = "diverged"
 
     def __init__(self, what: str):
-        super().__init__(
-            f"training diverged: {what}. No model is saved; earlier checkpoints are kept. Lower learning_rate or "
-            "max_grad_norm, use a longer warmup, train in bf16 instead of fp16, and check the rows of these steps."
-        )
+        super().__init__(ending("diverged", what=what))
 
 
 class StopAtDivergence(TrainerCallback):

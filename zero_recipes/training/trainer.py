@@ -28,7 +28,7 @@ from zero_recipes.checkpoint.resume import (
 )
 from zero_recipes.config.run import Run
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import Preempted, first_line
+from zero_recipes.core.findings import Preempted, ending
 from zero_recipes.core.host import library_versions
 from zero_recipes.core.process import PhaseClock, say
 from zero_recipes.data.samples import Sample
@@ -78,11 +78,7 @@ class NotSaved(Exception):
 
 def not_saved(checkpoint: Path, error: Exception) -> NotSaved:
     free = shutil.disk_usage(checkpoint.parent).free
-    return NotSaved(
-        f"{checkpoint} could not be saved: {type(error).__name__}: {first_line(error)}. {free:,} bytes are free on its "
-        "disk. Earlier checkpoints are unchanged. Free some space first; save_total_limit: 1 keeps only the newest "
-        "checkpoint."
-    )
+    return NotSaved(ending("not_saved", checkpoint=checkpoint, kind=type(error).__name__, error=error, free=free))
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
@@ -300,7 +296,7 @@ class ZeroSFTTrainer(SFTTrainer):
             self._save_checkpoint(self.model, None)
         is_there = once(is_saved, "looks at the checkpoint")
         saved = f"saved as {checkpoint}" if is_there else "not saved"
-        raise Preempted(f"a signal ended the run; it is {saved}. The same command resumes it.")
+        raise Preempted(ending("signalled", saved=saved))
 
     def _load_rng_state(self, checkpoint) -> None:
         super()._load_rng_state(checkpoint)

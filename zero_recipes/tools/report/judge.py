@@ -16,7 +16,6 @@ Answer = tuple[Verdict, str]  # with what was measured, or why these runs cannot
 EQUAL_SPEED = 0.05  # less is noise
 LOSS_FP32 = 1e-5
 LOSS_16_BIT = 2e-2  # one step's rounding; tests hold short runs of the stages to 1e-3, and to 1e-5 in fp32
-ON_CPU = "CPU processes say nothing about the speed of GPUs. zero-recipes plan compares that."
 
 
 class Judgement(NamedTuple):
@@ -60,7 +59,8 @@ def _recommendation(rows: Sequence[Row]) -> list[str]:
         return []
     timed.sort(key=lambda row: row["state_bytes"] or math.inf)
     if timed[0]["device"] == "cpu":
-        return [f"Smallest model states: {timed[0]['label']}, {units.size(timed[0]['state_bytes'])}. {ON_CPU}"]
+        smallest = f"Smallest model states: {timed[0]['label']}, {units.size(timed[0]['state_bytes'])}."
+        return [f"{smallest} {read.texts()['on_cpu']}"]
     fastest = max(row["tokens_per_second"] for row in timed)
     chosen, *others = (row for row in timed if row["tokens_per_second"] >= (1 - EQUAL_SPEED) * fastest)
     speed = f"{units.count(chosen['tokens_per_second'])} tokens/s"
