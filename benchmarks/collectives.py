@@ -52,6 +52,8 @@ def ds_config(name: str, strategy: str, is_new: bool) -> Measured:
     config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
     if name != "reduction" and not is_new:
         config.pop("leaf_modules")
+    if name == "layers":  # leaf_modules fills it in, and it rounds otherwise
+        config["zero_optimization"]["memory_efficient_linear"] = False
     if name == "unkept":
         config["zero_optimization"] |= NEVER_KEPT
     if name == "reduction":
