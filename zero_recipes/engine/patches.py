@@ -196,7 +196,7 @@ def quicken_norms_of_stage_3() -> None:
 
 
 def copy_gradients_at_once() -> None:
-    """What a reduction comes to is copied into all its gradients by one call. Offloaded ones are left to DeepSpeed.
+    """What a reduction comes to is copied into its gradients by one call; not at stage 3 into offloaded ones.
 
     Private: `allreduce_and_copy` (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py) and `partition_grads` (stage3.py).
     They launch a kernel for each gradient.
