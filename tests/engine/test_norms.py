@@ -23,3 +23,9 @@ def test_the_norm_alone_skips_the_same_steps_and_has_the_same_value(two, stage):
                 else:
                     assert read[1] == 1 and read[0] == (1 if case.startswith("fp32") else 4), "whether to skip"
         assert [step["skipped"] for step in ranks[1][case][1]] == [step["skipped"] for step in own], case
+
+
+def test_a_rank_that_has_padding_alone_trains_on(two):
+    """engine/patches.py copy_gradients_at_once: torch copies no empty lists."""
+    plain, patched = (two.run(norm_cases.trained_scalar, is_patched=is_patched) for is_patched in (False, True))
+    assert patched == plain and patched[0] == patched[1] and len(set(patched[0])) == 3

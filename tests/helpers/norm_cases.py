@@ -82,3 +82,24 @@ def patched_and_not(stage: int) -> dict[str, list]:
         found[f"{precision}, clipped at {clip}"] = ways
     forget_last_run()
     return found
+
+
+def trained_scalar(is_patched: bool) -> list[float]:
+    """Stage 3 of one element: on the second of two ranks all of it is padding. Its value after each step."""
+    forget_last_run()
+    if is_patched:
+        patches.copy_gradients_at_once()
+    model = torch.nn.Linear(4, 1)
+    torch.nn.init.ones_(model.weight).requires_grad_(False)
+    torch.nn.init.zeros_(model.bias)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    optimizer = torch.optim.AdamW([model.bias], lr=1e-2)
+    trained = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    found = []
+    for _ in range(3):
+        trained.backward(trained(torch.ones(1, 4)).square().mean())
+        trained.step()
+        with deepspeed.zero.GatheredParameters([model.bias]):
+            found.append(model.bias.item())
+    forget_last_run()
+    return found

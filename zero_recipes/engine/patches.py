@@ -231,10 +231,9 @@ def copy_gradients_at_once() -> None:
             if start < parameter.ds_numel:  # the rest is padding
                 buffers.append(wholes[parameter.ds_id].narrow(0, 0, part.numel()))
                 reduced.append(part)
-        if self.micro_step_id == 0:
-            torch._foreach_copy_(buffers, reduced)
-        else:
-            torch._foreach_add_(buffers, reduced)
+        if buffers:
+            put = torch._foreach_add_ if self.micro_step_id else torch._foreach_copy_
+            put(buffers, reduced)
         return buffers
 
 
