@@ -98,7 +98,6 @@ lint: setup
 	ruff check .
 	ruff format --check .
 	lint-imports
-	python scripts/density.py
 
 clean:
 	rm -rf $(VENV) $(DOCS_VENV) $(CANARY) $(CUDA_BUILD) output build *.egg-info
