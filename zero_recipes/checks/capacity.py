@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_recipes.config.ds_config import DsConfig, number_in
+from zero_recipes.config.ds_config import OF_CPU_ADAM, DsConfig, number_in
 from zero_recipes.config.recipe import Settings, loaded_dtype
 from zero_recipes.config.run import Run
 from zero_recipes.core import units
@@ -228,7 +228,7 @@ def read_at_resume(weights: float, optimizer: float, zero_stage: int | None, wor
 def _states(run: Run, psi: int) -> ModelState:
     """Gradients and optimizer only of Adam. Outside of DeepSpeed's 16 bits everything has the weights' dtype."""
     settings = run.settings
-    is_adam = run.ds.optimizer is None and str(settings.optim).startswith("adamw_torch")
+    is_adam = run.ds.optimizer is None and settings.optimizer_name in OF_CPU_ADAM
     trainable = psi if is_adam and not settings.use_peft else 0
     if _in_16_bits(run):
         weight = 2.0

@@ -9,7 +9,7 @@ from torch import nn
 
 from zero_recipes.checks.rules import bare_model, conditions, options
 from zero_recipes.config.accelerate import ds_config_file, is_on
-from zero_recipes.config.ds_config import parsed_zero
+from zero_recipes.config.ds_config import FORCED, OF_CPU_ADAM, parsed_zero
 from zero_recipes.config.keys import tables
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, finding
@@ -27,6 +27,7 @@ def deepspeed_findings(run: Run) -> list[Finding]:
     return [
         *_left_out(run),
         *_flat_pieces(run),
+        *_replaced_optimizer(run),
         *_schedule(run),
         *_without_effect(run),
         *_separate_experts(run),
@@ -113,12 +114,28 @@ def _silent(run: Run) -> dict[str, Any]:
 
 def _flat_pieces(run: Run) -> Iterator[Finding]:
     """Of an optimizer that looks at the shapes of tensors."""
-    optim = run.settings.optim
-    name = _optimizer_type(run) if run.ds.optimizer else str(getattr(optim, "value", optim))
+    name = _optimizer_type(run) if run.ds.optimizer else run.settings.optimizer_name
     for kind, why in options()["shapes"].items():
         if run.stage and kind in name:
             yield finding("ZR270", optimizer=name, why=why, stage=run.stage)
             return  # galore_adafactor is of the first alone
+
+
+def _replaced_optimizer(run: Run) -> Iterator[Finding]:
+    """What DeepSpeed or accelerate would put in the place of the recipe's optimizer."""
+    is_forced = run.ds.offload_optimizer and not run.ds.optimizer and run.ds.raw.get(FORCED, True)
+    if is_forced and run.settings.optimizer_name not in OF_CPU_ADAM:
+        yield finding("ZR269", optim=run.settings.optimizer_name, source=run.strategy.source)
+    decay = (run.value("optimizer.params") or {}).get("weight_decay", 0)
+    if decay == "auto":
+        decay = run.settings.weight_decay
+    if decay and not run.settings.use_peft:
+        yield finding("ZR196", decay=decay, source=run.strategy.source)
+    is_adagrad = run.settings.optimizer_name == "adagrad"
+    if run.ds.optimizer:
+        is_adagrad = _optimizer_type(run) == "adagrad" and not run.ds.offload_optimizer  # offloaded, it is DeepSpeed's
+    if run.stage and is_adagrad:
+        yield finding("ZR299", stage=run.stage)
 
 
 def _optimizer_type(run: Run) -> str:
@@ -132,9 +149,7 @@ def _has_adam_block(run: Run) -> bool:
 def _is_cpu_adam(run: Run) -> bool:
     if run.ds.optimizer is not None:
         return _has_adam_block(run)
-    optim = run.settings.optim
-    forced = run.ds.raw.get("zero_force_ds_cpu_optimizer", True)
-    return bool(forced) and str(getattr(optim, "value", optim)).startswith("adamw_torch")
+    return bool(run.ds.raw.get(FORCED, True)) and run.settings.optimizer_name in OF_CPU_ADAM
 
 
 def _divides_by_8(run: Run) -> bool:

@@ -97,7 +97,12 @@ def _rehearse_steps(findings: list[Finding], settings: Settings, ds_config: Mapp
 
     if "optimizer" not in ds_config:
         attempt(f"making the optimizer (optim: {settings.optim})", _make_optimizer, trainer)
-    if "scheduler" not in ds_config and trainer.optimizer is not None:
+    if trainer.optimizer is not None:
+        doing = f"stepping on a piece of ZeRO's (optim: {settings.optim})"
+        attempt(doing, _step_on_a_piece, trainer.optimizer, ds_config)
+    if "scheduler" not in ds_config:
+        if trainer.optimizer is None:  # DeepSpeed's is not at hand
+            trainer.optimizer = _stand_in_optimizer(settings.learning_rate)
         doing = f"making the schedule (lr_scheduler_type: {settings.lr_scheduler_type})"
         attempt(doing, trainer.create_scheduler, _steps(settings))
     attempt("making the data loader", trainer.get_train_dataloader)
@@ -121,13 +126,40 @@ def _make_optimizer(trainer) -> None:
     kind, keywords = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     parameters: Any = [torch.nn.Parameter(torch.zeros(2, 2))]
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        kind = torch.optim.SGD  # in the place of a factory, which needs the model itself
-        keywords = {"lr": keywords.get("lr", 1.0)}
+        trainer.optimizer = _stand_in_optimizer(keywords.get("lr", 1.0))  # a factory needs the model itself
+        return
     for name in ("params", "model", "optimizer_dict"):
         if name in keywords:
             parameters = keywords.pop(name)
             break
     trainer.optimizer = kind(parameters, **keywords)
+
+
+def _stand_in_optimizer(rate: float):
+    """Any optimizer, for a schedule that only reads its learning rate."""
+    import torch
+
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, 2))], lr=rate)
+
+
+def _step_on_a_piece(optimizer, ds_config: Mapping) -> None:
+    """Step as ZeRO does: its flat pieces take the parameters' place once the optimizer is made.
+
+    An optimizer may have states for the parameters alone. One that is not torch's may be for GPUs alone: it is tried
+    where ZeRO keeps the pieces on the CPU.
+    """
+    import torch
+
+    zero = ds_config.get("zero_optimization") or {}
+    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    is_for_cpus = type(optimizer).__module__.startswith("torch.") or offloads
+    if not zero.get("stage") or not is_for_cpus:
+        return
+    for group in optimizer.param_groups:
+        piece = torch.nn.Parameter(torch.ones(4))
+        piece.grad = torch.ones(4)
+        group["params"] = [piece]
+    optimizer.step()
 
 
 def _find_layers(model, layers: list[str]) -> None:

@@ -30,6 +30,9 @@ LARGEST = 200_000_000
 UNKNOWN = 50_000_000  # where the model's size is not known
 LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 OFFLOADS = ("offload_optimizer", "offload_param")
+FORCED = "zero_force_ds_cpu_optimizer"  # DeepSpeed's default is true
+# Values of `optim` that DeepSpeedCPUAdam computes as torch's AdamW does.
+OF_CPU_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused")
 FP16_NAMES = ("fp16", "half", "float16", "torch.float16")
 
 
@@ -141,10 +144,23 @@ def fill_own_autos(
         del filled["bucket_sizes"]
         _fill_buckets(zero, settings, world_size, size_of_model())
         _fill_copies(zero, world_size)
+    _keep_offloaded_optimizer(filled, zero, settings)
     if filled.get("leaf_modules") == "by_model":
         del filled["leaf_modules"]
         _fill_leaf_modules(zero, settings, size_of_model())
     return filled
+
+
+def _keep_offloaded_optimizer(config: dict[str, Any], zero: Mapping[str, Any], settings: Any) -> None:
+    """The recipe's `optim` steps in host memory, unless it is an AdamW, which DeepSpeedCPUAdam computes faster.
+
+    accelerate 1.15 (utils/deepspeed.py, map_pytorch_optim_to_deepspeed) puts DeepSpeedCPUAdam in the place of any other
+    optimizer too, without a message: SGD becomes Adam, 8-bit AdamW becomes Adam with L2.
+    """
+    offload = zero.get("offload_optimizer")
+    offloads = isinstance(offload, dict) and offload.get("device", "none") != "none"
+    if offloads and "optimizer" not in config and settings.optimizer_name not in OF_CPU_ADAM:
+        config.setdefault(FORCED, False)
 
 
 def _is_sized_by_model(config: Mapping[str, Any]) -> bool:

@@ -48,6 +48,11 @@ class Settings(SimpleNamespace):
         return precision_of(self)
 
     @property
+    def optimizer_name(self) -> str:
+        """`optim`, which may be a member of transformers' OptimizerNames, as text."""
+        return str(getattr(self.optim, "value", self.optim))
+
+    @property
     def evaluates(self) -> bool:
         """Whether the run evaluates while it trains; YAML's bare `no` is False."""
         return self.eval_strategy not in ("no", False, None)

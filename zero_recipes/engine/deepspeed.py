@@ -315,7 +315,8 @@ def members_of_groups(optimizer) -> list[list[torch.nn.Parameter]]:
     """The parameters of each of `optimizer.param_groups`."""
     if not is_stage_3(optimizer):
         return [list(members) for members in optimizer.bit16_groups]
-    groups: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    count = 1 + max(optimizer.sub_group_to_group_id.values(), default=-1)
+    groups: list[list[torch.nn.Parameter]] = [[] for _ in range(count)]
     for number, members in enumerate(optimizer.fp16_groups):  # stage 3 cuts groups into sub-groups
         groups[optimizer.sub_group_to_group_id[number]] += members
     return groups

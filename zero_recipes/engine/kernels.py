@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from zero_recipes.config.ds_config import FORCED
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.files import package_yaml
@@ -62,9 +63,9 @@ def _optimizer_with_ops(strategy: Strategy, settings: Settings) -> str | None:
         if (block.get("params") or {}).get("torch_adam"):
             return None
         return OPS["of_optimizer"].get(str(block.get("type")).lower())
-    if strategy.ds.offload_optimizer is None or not config.get("zero_force_ds_cpu_optimizer", True):
+    if strategy.ds.offload_optimizer is None or not config.get(FORCED, True):
         return None
-    return "adagrad" if settings.optim == "adagrad" else "adam"
+    return "adam"
 
 
 def build_findings(strategy: Strategy, device: str, settings: Settings, host: Host) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self
 
 import datasets
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from peft.optimizers import create_loraplus_optimizer
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
@@ -42,6 +43,7 @@ from zero_recipes.metrics.failure import is_out_of_memory
 from zero_recipes.metrics.scores import load_metrics
 from zero_recipes.model import loaded_values
 from zero_recipes.training import answers
+from zero_recipes.training.as_asked import OptimizerProof
 from zero_recipes.training.card import write_card
 from zero_recipes.training.divergence import (
     Diverged,
@@ -120,6 +122,7 @@ class ZeroSFTTrainer(SFTTrainer):
         self.answers_before: answers.Answers | None = None
         self._flops_per_token = None
         self._train_sampler = None
+        self.optimizer_proof = OptimizerProof()
         with self.extras.building(), self.extras.clock.phase("model"):
             super().__init__(*arguments, **keywords)
         self.stage_metrics = self._find_or_add_metrics()
@@ -216,7 +219,11 @@ class ZeroSFTTrainer(SFTTrainer):
             self.optimizer = create_loraplus_optimizer(model or self.model, kind, **keywords)
             groups = self.optimizer.param_groups
             groups[:] = [one for one in groups if one["params"]]  # FSDP2 resumes with at most one empty group
-        return super().create_optimizer(model)
+        is_wrapped = isinstance(self.optimizer, AcceleratedOptimizer)
+        optimizer = super().create_optimizer(model)
+        if not is_wrapped:
+            self.optimizer_proof.ask(optimizer, model or self.model)
+        return optimizer
 
     def _load_history(self, checkpoint: str | bool | None) -> None:
         """Then metrics.json says what a killed run leaves."""
@@ -242,11 +249,20 @@ class ZeroSFTTrainer(SFTTrainer):
                 load_resharded(self.model_wrapped, resume_from_checkpoint)
                 self._load_optimizer_and_scheduler(resume_from_checkpoint)
         self.stage_metrics.engine = self.model_wrapped
+        self.hold_optimizer(max_steps)
         if self.answers_before is None:
             with self.stage_metrics.clock.phase("eval"):
                 self.answers_before = answers.answer_before(self, self.extras.samples, self.extras.max_new_tokens)
         self.signals.listen()
         return prepared
+
+    def hold_optimizer(self, max_steps: int) -> None:
+        """Compare the optimizer that will step with the one that was asked for. Raises NotAsAsked on every rank."""
+        block = None
+        if self.is_deepspeed_enabled:
+            block = self.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("optimizer")
+        self.optimizer_proof.hold(self.optimizer, self.model, block, self.lr_scheduler)
+        self.optimizer_proof.begin_schedule(self.lr_scheduler, self.args, max_steps)
 
     @contextlib.contextmanager
     def _own_masters(self) -> Iterator[None]:
@@ -267,6 +283,8 @@ class ZeroSFTTrainer(SFTTrainer):
 
     def _maybe_log_save_evaluate(self, *arguments, **keywords) -> None:
         """Where a signal has come to any rank by the end of a step, or while it is evaluated, the run ends here."""
+        was_skipped = self.accelerator.optimizer_step_was_skipped
+        self.optimizer_proof.hold_rates(self.optimizer, self.model, self.state.global_step, was_skipped)
         ends = self.signals.are_heard and self.stage_metrics.signalled
         if ends:
             self.signals.evaluation_due = self.control.should_evaluate
