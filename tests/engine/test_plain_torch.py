@@ -207,6 +207,13 @@ def test_a_library_that_replaces_the_optimizer_is_refused_before_weights_are_loa
     assert (kind, words) == ((REFUSED, codes) if codes else ("equal", words))
 
 
+@pytest.mark.parametrize("optim, codes", [("adamw_8bit", "ZR197"), ("lion_32bit", "ZR197"), ("sgd", "")])
+def test_optimizers_of_whole_tensors_are_refused_under_fsdp2(two, parts, optim, codes):
+    job = SIMPLE | {"recipe": {"optim": optim, "learning_rate": 1e-3}, "fsdp": True, "ranks": 2}
+    kind, words = outcome(job, {2: two}, parts)
+    assert (kind, words) == ((REFUSED, codes) if codes else ("equal", words))
+
+
 @pytest.mark.parametrize(
     "optim, config",
     [

@@ -18,7 +18,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import ModelSize, fill_own_autos, quiet
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
-from zero_recipes.core.findings import Finding, collected, library_error_as_finding
+from zero_recipes.core.findings import Finding, collected, library_error_as_finding, refusal
 from zero_recipes.engine.huggingface import rows_are_cut, single_process_env, without_deepspeed_announcement
 from zero_recipes.model import adapter_config, rehearse_model
 
@@ -100,6 +100,8 @@ def _rehearse_steps(findings: list[Finding], settings: Settings, ds_config: Mapp
     if trainer.optimizer is not None:
         doing = f"stepping on a piece of ZeRO's (optim: {settings.optim})"
         attempt(doing, _step_on_a_piece, trainer.optimizer, ds_config)
+        if settings.fsdp:
+            attempt("looking at the optimizer", _refuse_whole_tensors_only, trainer.optimizer, settings)
     if "scheduler" not in ds_config:
         if trainer.optimizer is None:  # DeepSpeed's is not at hand
             trainer.optimizer = _stand_in_optimizer(settings.learning_rate)
@@ -160,6 +162,12 @@ def _step_on_a_piece(optimizer, ds_config: Mapping) -> None:
         piece.grad = torch.ones(4)
         group["params"] = [piece]
     optimizer.step()
+
+
+def _refuse_whole_tensors_only(optimizer, settings: Settings) -> None:
+    """bitsandbytes' kernels take no sharded tensor of FSDP2's (DTensor)."""
+    if type(optimizer).__module__.startswith("bitsandbytes."):
+        raise refusal("ZR197", optim=settings.optimizer_name)
 
 
 def _find_layers(model, layers: list[str]) -> None:
