@@ -16,6 +16,9 @@ from typing import NoReturn
 import psutil
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RANK_0 = (
+    "ZERO_RECIPES_RANK_0"  # in the environment of forked ranks: its process id; /proc shows their parent's variables
+)
 END_SECONDS = 60.0  # for threads and exit handlers of libraries, once a run is over
 PHASES = ("startup", "data", "model", "train", "eval", "save")
 # of a machine that is taken back (SLURM sends the second), and Ctrl-C
@@ -136,6 +139,9 @@ def forks_end_with_parent() -> Iterator[None]:
 def wait_for_rank_0(seconds: float) -> None:
     """Where it is a process beside this one, of the same launcher."""
     beside = []
+    if RANK_0 in os.environ:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            beside.append(psutil.Process(int(os.environ[RANK_0])))
     for process in psutil.Process(os.getppid()).children():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("RANK") == "0":
