@@ -76,20 +76,23 @@ def environments_of_ranks(
     `port`: a free one, where the ranks meet.
     `environment`: of `accelerate launch` itself.
     The processes of torchrun have the variables of torch 2.13, distributed/elastic/agent/server/local_elastic_agent.py
-    `_start_workers`. Two are others: rank 0 keeps the store, which torchrun's agent would keep, and without an agent
-    there is no TORCHELASTIC_ERROR_FILE, which it reads. Raises Refusal.
+    `_start_workers`, and multiprocessing/api.py. Two are others: rank 0 keeps the store, which torchrun's agent would
+    keep, and without an agent there is no TORCHELASTIC_ERROR_FILE, which it reads. Raises Refusal.
     """
     doing = f"launching with {config_file}"
     with library_error_as_finding(doing), quiet(), patch.dict(os.environ, environment, clear=True):
         common, by_torchrun = _environment_of_launcher(config_file, num_processes, ONE_MACHINE)
     if not by_torchrun:
         return [common]
+    if is_on(common, "DEEPSPEED"):  # `accelerate launch` imports it: deepspeed 0.19.8, __init__.py
+        common.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     common |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     common |= {"ROLE_WORLD_SIZE": str(num_processes), "ROLE_NAME": "default"}
     common |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     common |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    common |= {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
     common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     ranks = []
     for rank in range(num_processes):

@@ -1,5 +1,6 @@
 """Launches whose ranks are forks of a process that has imported the libraries, server.py: they cost no imports."""
 
+import contextlib
 import json
 import os
 import socket
@@ -46,8 +47,9 @@ class ForkServer:
         return self
 
     def __exit__(self, *_) -> None:
-        kill_with_children(psutil.Process(self.process.pid))
-        self.process.wait()
+        if self.process.poll() is None:
+            kill_with_children(psutil.Process(self.process.pid))
+            self.process.wait()
         self.answers.close()
         self.channel.close()
         os.close(self.unread)
@@ -72,9 +74,14 @@ class ForkServer:
         os.close(theirs)
         return ForkedLaunch(self, ours)
 
-    def ranks(self) -> list[psutil.Process]:
-        """That are running."""
-        return psutil.Process(self.process.pid).children()
+    def kill_ranks(self) -> None:
+        """SIGKILL, for all that run at once: none may notice that another has ended, and say so."""
+        ranks = psutil.Process(self.process.pid).children()
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.suspend()
+        for rank in ranks:
+            kill_with_children(rank)
 
 
 class ForkedLaunch:
@@ -90,8 +97,9 @@ class ForkedLaunch:
         return self.exit_code
 
     def wait(self) -> int:
-        """The first failed rank's exit code. Where the server itself was killed, its."""
+        """As of `accelerate launch`, 1 for a rank's exit code. A signal is negative. Of a killed server, its own."""
         self.stdout.close()
         answer = self.server.answers.readline()
-        self.exit_code = int(answer) if answer else self.server.process.wait()
+        code = int(answer) if answer else self.server.process.wait()
+        self.exit_code = min(code, 1)
         return self.exit_code

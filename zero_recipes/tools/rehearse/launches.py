@@ -255,8 +255,8 @@ def _kill_when_saved(out: Path, over: threading.Event, server: ForkServer | None
     while not over.wait(POLL_SECONDS):
         if (out / FIRST / MANIFEST).exists():
             over.set()
-            launched = [process for process in psutil.Process().children() if str(out) in process.cmdline()]
+            for process in psutil.Process().children():
+                if str(out) in process.cmdline():
+                    kill_with_children(process)
             if server is not None:
-                launched += server.ranks()
-            for process in launched:
-                kill_with_children(process)
+                server.kill_ranks()

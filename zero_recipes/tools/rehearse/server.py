@@ -64,7 +64,11 @@ def received(client: socket.socket) -> tuple[dict[str, Any] | None, int]:
 
 
 def become_rank(environment: dict[str, str], output: int) -> None:
-    """What a process of its own would have: its environment, and where it prints."""
+    """What a process of its own would have: its environment, where it prints, and random numbers (Python sees to its
+    own). A run that forgets a seed shall differ from another."""
+    import numpy
+    import torch
+
     end_with_parent()
     os.setsid()
     os.environ.clear()
@@ -72,6 +76,8 @@ def become_rank(environment: dict[str, str], output: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
     os.close(output)
+    numpy.random.seed()
+    torch.default_generator.seed()
 
 
 def wait_for(ranks: list[int], output: int) -> int:
