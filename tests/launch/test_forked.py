@@ -3,14 +3,18 @@
 import json
 import os
 import re
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from rich.console import Console
 
 from tests.helpers.group import free_port
@@ -48,14 +52,15 @@ def in_root():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[forked.ForkServer]:
-    """One for all tests of this file, as for all launches of a rehearsal. At its end it is stopped amid a launch."""
+    """One for all tests of this file, as for all launches of a rehearsal. At last it is killed amid a launch."""
     folder = tmp_path_factory.mktemp("server")
     with launches.fork_server(rehearsal_of(folder), folder) as server:
         yield server
         child = start(server, folder, "import os, signal; print(os.getpid(), flush=True); signal.pause()")
         left = [psutil.Process(int(child.stdout.readline())) for _ in range(2)]
-        left.append(psutil.Process(child.pid))
-    assert psutil.wait_procs(left, timeout=10)[1] == []
+        psutil.Process(child.pid).kill()
+        assert child.wait() == -signal.SIGKILL
+        assert psutil.wait_procs(left, timeout=10)[1] == []
 
 
 def start(
@@ -155,7 +160,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path, server, end, code, said):
 
 
 def test_a_rank_that_fails_waits_for_the_words_of_rank_0(tmp_path, server):
-    """/proc shows a fork with the variables of its parent: who is rank 0 cannot be read there."""
+    """And not for itself: /proc shows each fork with the variables of its parent."""
     text = """
 import os, sys
 from zero_recipes.core.process import wait_for_rank_0
@@ -163,15 +168,15 @@ if os.environ["RANK"] == "0":
     with open(os.environ["HERE"] + "/asked") as asked:
         asked.read()
     print("rank 0 has said why", flush=True)
-    sys.exit(2)
+    sys.exit(0)
 open(os.environ["HERE"] + "/asked", "w").close()
-wait_for_rank_0(60)
+wait_for_rank_0(1e6)
 print("it has ended", flush=True)
 sys.exit(2)
 """
     os.mkfifo(tmp_path / "asked")
     code, log = ended(start(server, tmp_path, text))
-    assert code == 1 and log.startswith("rank 0 has said why\n")
+    assert (code, log) == (1, "rank 0 has said why\nit has ended\nrank 1 ended with exit code 2\n")
 
 
 def test_a_server_that_cannot_import_is_done_without(tmp_path):
@@ -179,6 +184,17 @@ def test_a_server_that_cannot_import_is_done_without(tmp_path):
     with forked.ForkServer(["run_sft.py", str(tmp_path / "none.yaml")], dict(os.environ)) as server:
         child = server.start(["run_sft.py"], [{}], command, dict(os.environ))
         assert isinstance(child, subprocess.Popen) and child.communicate()[0] == "launched as it is\n"
+
+
+@pytest.mark.parametrize("device, threads, can", [("cpu", 1, True), ("cpu", 2, False), ("cuda", 1, False)])
+def test_nothing_is_forked_from_threads_or_without_cuda_in_forks(monkeypatch, device, threads, can):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("a fork may have it")
+    monkeypatch.setattr(sys, "argv", ["server.py", "0", str(ROOT / "run_sft.py")])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    server = runpy.run_path(str(forked.SERVER), run_name="server")
+    monkeypatch.setattr(threading, "active_count", lambda: threads)
+    assert server["can_fork"](device) == can
 
 
 # whole runs

@@ -3,8 +3,8 @@
 server.py SOCKET RUN_SFT.PY RECIPE.yaml [--key value ...], which forked.py starts. It is no module of the package that a
 rank would import: what follows in a fork is `python RUN_SFT.PY`, from its first line to the interpreter's end.
 
-What is drawn once for a process is alike in all forks, Python's hash seed: only a real launch shows an order of a set
-that differs between ranks.
+One thing is alike in all forks, Python's hash seed: only launches as they are show a set's order that differs between
+ranks, or between a run and its resume.
 """
 
 import importlib
@@ -86,8 +86,8 @@ def wait_for(ranks: list[int], output: int) -> int:
     while running:
         pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
-        rank = running.pop(pid)
-        if code:
+        rank = running.pop(pid, None)  # None: what a library has started
+        if code and rank is not None:
             os.write(output, f"rank {rank} ended with exit code {code}\n".encode())
             stop([psutil.Process(other) for other in running])
             return code
