@@ -6,7 +6,6 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -65,11 +64,10 @@ def written_by(rank: int, folder: Path) -> list[Path]:
     return [folder / f"{stream}{rank}.txt" for stream in ("stdout", "stderr")]
 
 
-def run_forked(command: list[str], folder: Path, *_, until: Callable[[], bool] | None = None) -> tuple[int, str]:
+def run_forked(command: list[str], folder: Path, *_) -> tuple[int, str]:
     """In place of `sweep.run_logged`: what `accelerate launch` would start, without importing the libraries anew.
 
     As a launcher does, it ends all ranks once one has failed. A process of a launch costs ten seconds of a core.
-    `until`: SIGKILL for all ranks once it says so.
     """
     folder.mkdir(parents=True, exist_ok=True)
     printed = folder.with_name(f"{folder.name}-printed")
@@ -84,11 +82,10 @@ def run_forked(command: list[str], folder: Path, *_, until: Callable[[], bool] |
     started = start(command[place], argvs, world_size, printed, dict.fromkeys(every, environment))
     running = list(started.values())
     while running:
-        ended = connection.wait([process.sentinel for process in running], timeout=240 if until is None else 0.01)
-        assert ended or until is not None, "it hangs"
+        ended = connection.wait([process.sentinel for process in running], timeout=240)
+        assert ended, "it hangs"
         running = [process for process in running if process.sentinel not in ended]
-        reached = until is not None and until()
-        if reached or any(process.exitcode for process in started.values()):
+        if any(process.exitcode for process in started.values()):
             for process in running:
                 process.kill()
     log = "".join(path.read_text() for rank in every for path in written_by(rank, printed))

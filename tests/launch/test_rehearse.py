@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from transformers import AutoConfig
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, settings_with, write_model, write_recipe, write_rows
 from tests.helpers.two_ranks import run_forked
-from zero_recipes.checkpoint.save import MANIFEST, write_manifest
+from zero_recipes.checkpoint.save import write_manifest
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launch_key_findings, launched_environment
 from zero_recipes.core.findings import Refusal
@@ -30,28 +29,18 @@ RUNS = ("longest", "whole", "killed", "resumed", "fewer")
 LORA = {"use_peft": True, "lora_target_modules": ["all-linear"]}
 
 
-def rehearse(recipe: Path, strategy: str, monkeypatch, capsys, really_killed: bool = True) -> tuple[int, str]:
-    """(exit code, the table and what is below it). Only a launch that is `really_killed` has a launcher."""
+def rehearse(recipe: Path, strategy: str, monkeypatch, capsys, first_is_real: bool = True) -> tuple[int, str]:
+    """(exit code, the table and what is below it). Without `first_is_real` the tests' server forks that launch too."""
     launched = sweep.run_logged
-    saved = threading.Event()
 
     def run(words: list[str], folder: Path, *more) -> tuple[int, str]:
-        if folder.name != "killed":
+        if folder.name == RUNS[0]:
             return run_forked(words, folder, *more)
-        if really_killed:
-            return launched(words, folder, *more)
-        return run_forked(words, folder, *more, until=saved.is_set)
-
-    def kill_when_saved(out: Path, over: threading.Event) -> None:
-        while not over.wait(launches.POLL_SECONDS):
-            if (out / phases.FIRST / MANIFEST).exists():
-                over.set()
-                saved.set()
+        return launched(words, folder, *more)
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sweep, "run_logged", run)
-    if not really_killed:
-        monkeypatch.setattr(launches, "_kill_when_saved", kill_when_saved)
+    if not first_is_real:
+        monkeypatch.setattr(sweep, "run_logged", run)
     argv = ["rehearse", str(recipe), "--gpus", "2", "--config_file", f"{strategy}.yaml"]
     code = cli.main([*argv, "--output_dir", str(recipe.parent / "rehearsal")])
     return code, capsys.readouterr().out.partition("Phase ")[2]
@@ -73,8 +62,8 @@ def rehearse(recipe: Path, strategy: str, monkeypatch, capsys, really_killed: bo
     ],
 )
 def test_a_job_without_fault(tmp_path, monkeypatch, capsys, strategy, keys):
-    really_killed = strategy != "zero2"
-    code, said = rehearse(write_recipe(tmp_path, **keys), strategy, monkeypatch, capsys, really_killed)
+    first_is_real = strategy != "zero2"
+    code, said = rehearse(write_recipe(tmp_path, **keys), strategy, monkeypatch, capsys, first_is_real)
     assert code == 0 and "failed" not in said, said
     assert "equal bit for bit" in said and "not reached" not in said
     resumed = json.loads((tmp_path / "rehearsal" / "resumed" / "metrics.json").read_text())

@@ -4,7 +4,7 @@ import argparse
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ DS_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 FOLDER = Path("accelerate_configs")
 # keys of a recipe that `trl sft --config` takes for its launch
 LAUNCH_KEYS = ("num_processes", "accelerate_config")
+ONE_MACHINE = ("--num_machines", "1", "--machine_rank", "0")  # whatever the file says
 
 
 def config_files() -> dict[str, Path]:
@@ -52,32 +53,77 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
     """The variables that `accelerate launch` sets, and the number of processes. Raises Refusal."""
     if config_file is None:
         return {} if num_processes in (None, 1) else {"WORLD_SIZE": str(num_processes)}
-    from accelerate.utils import clear_environment, launch
+    from accelerate.utils import clear_environment
 
     config = read_accelerate_file(config_file)
     refuse_what_no_launch_takes(config, config_file)
     count = num_processes or config.num_processes
     with library_error_as_finding(f"launching with {config_file}"), quiet(), clear_environment():
-        args = _launch_arguments(config_file, count)
-        if args.use_deepspeed:
-            _, environment = launch.prepare_deepspeed_cmd_env(args)
-        elif args.use_fsdp or args.multi_gpu:
-            environment = launch.prepare_multi_gpu_env(args)
-        else:
-            _, environment = launch.prepare_simple_launcher_cmd_env(args)
-            count = 1  # whatever num_processes says
+        environment, by_torchrun = _environment_of_launcher(config_file, count)
+    if not by_torchrun:
+        count = 1  # whatever num_processes says
     environment["WORLD_SIZE"] = str(count)
     if config.num_machines > 1 and count % config.num_machines == 0:
         environment["LOCAL_WORLD_SIZE"] = str(count // config.num_machines)
     return environment
 
 
-def _launch_arguments(config_file: Path, num_processes: int) -> argparse.Namespace:
+def environments_of_ranks(
+    config_file: Path, num_processes: int, port: int, environment: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """The whole environment of each process that `accelerate launch` would start on this one machine, by rank.
+
+    `port`: a free one, where the ranks meet.
+    `environment`: of `accelerate launch` itself.
+    The processes of torchrun have the variables of torch 2.13, distributed/elastic/agent/server/local_elastic_agent.py
+    `_start_workers`, and multiprocessing/api.py. Two are others: rank 0 keeps the store, which torchrun's agent would
+    keep, and without an agent there is no TORCHELASTIC_ERROR_FILE, which it reads. Raises Refusal.
+    """
+    doing = f"launching with {config_file}"
+    with library_error_as_finding(doing), quiet(), patch.dict(os.environ, environment, clear=True):
+        common, by_torchrun = _environment_of_launcher(config_file, num_processes, ONE_MACHINE)
+    if not by_torchrun:
+        return [common]
+    if is_on(common, "DEEPSPEED"):  # `accelerate launch` imports it: deepspeed 0.19.8, __init__.py
+        common.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    common |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
+    common |= {"ROLE_WORLD_SIZE": str(num_processes), "ROLE_NAME": "default"}
+    common |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    common |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    common |= {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
+    common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    ranks = []
+    for rank in range(num_processes):
+        number = str(rank)
+        ranks.append(common | {"RANK": number, "LOCAL_RANK": number, "ROLE_RANK": number})
+    return ranks
+
+
+def _environment_of_launcher(
+    config_file: Path, num_processes: int, options: Sequence[str] = ()
+) -> tuple[dict[str, str], bool]:
+    """(os.environ with what accelerate adds for the processes, whether torchrun then starts them).
+
+    `options`: more of `accelerate launch`.
+    """
+    from accelerate.utils import launch
+
+    args = _launch_arguments(config_file, num_processes, options)
+    if args.use_deepspeed:
+        return launch.prepare_deepspeed_cmd_env(args)[1], True
+    if args.use_fsdp or args.multi_gpu:
+        return launch.prepare_multi_gpu_env(args), True
+    return launch.prepare_simple_launcher_cmd_env(args)[1], False
+
+
+def _launch_arguments(config_file: Path, num_processes: int, options: Sequence[str]) -> argparse.Namespace:
     """As `accelerate launch` completes them, before it calls a launcher: here one that does nothing."""
     from accelerate.commands import launch
 
     words = ["--config_file", str(config_file), "--num_processes", str(num_processes)]
-    words += ["--main_process_port", "0", "run_sft.py"]
+    words += ["--main_process_port", "0", *options, "run_sft.py"]
     args = launch.launch_command_parser().parse_args(words)
     with patch.multiple(launch, **dict.fromkeys(tables()["launchers"], DEFAULT)):
         launch.launch_command(args)

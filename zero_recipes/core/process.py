@@ -16,6 +16,8 @@ from typing import NoReturn
 import psutil
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# in the environment of forked ranks: the process id of rank 0. /proc shows them with their parent's variables
+RANK_0 = "ZERO_RECIPES_RANK_0"
 END_SECONDS = 60.0  # for threads and exit handlers of libraries, once a run is over
 PHASES = ("startup", "data", "model", "train", "eval", "save")
 # of a machine that is taken back (SLURM sends the second), and Ctrl-C
@@ -135,10 +137,14 @@ def forks_end_with_parent() -> Iterator[None]:
 
 def wait_for_rank_0(seconds: float) -> None:
     """Where it is a process beside this one, of the same launcher."""
+    forked_rank_0 = os.environ.get(RANK_0)
     beside = []
     for process in psutil.Process(os.getppid()).children():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("RANK") == "0":
+            is_rank_0 = process.environ().get("RANK") == "0"
+            if forked_rank_0 is not None:
+                is_rank_0 = str(process.pid) == forked_rank_0
+            if is_rank_0:
                 beside.append(process)
     psutil.wait_procs(beside, timeout=seconds)
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -147,22 +147,38 @@ def refuse_results(recipe: Path, settings: recipes.Settings, output_dir: Path, r
         folders.refuse_occupied(folder, None, overwrite=True, inputs=inputs)
 
 
-def run_logged(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:
-    """(exit code, the log's last 400 lines). The whole log goes to folder/log.txt."""
-    folder.mkdir(parents=True, exist_ok=True)
+def environment_of(folder: Path, threads: int) -> dict[str, str]:
+    """Of a launch into `folder`."""
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
     environment[REFUSAL_FILE] = str((folder / REFUSAL).resolve())
+    return environment
+
+
+def started(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
+    """A process in a session of its own: Ctrl-C at the terminal does not reach it."""
+    return subprocess.Popen(
+        command,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+def run_logged(
+    command: list[str], folder: Path, label: str, console: Console, threads: int, start: Callable[..., Any] = started
+) -> tuple[int, str]:
+    """(exit code, the log's last 400 lines). The whole log goes to folder/log.txt.
+
+    `start`: as `started`, with what it returns.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = environment_of(folder, threads)
     with open(folder / "log.txt", "w") as log, working(f"{label}: starting", console) as say:
         log.write(" ".join(command) + "\n")
-        child = subprocess.Popen(
-            command,
-            env=environment,
-            start_new_session=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        child = start(command, environment)
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         tail: collections.deque[str] = collections.deque(maxlen=400)
         try:

@@ -1,6 +1,7 @@
 """`zero-recipes rehearse`: launch a recipe as it is, with a small model, and judge every phase of the job."""
 
 import argparse
+import contextlib
 import json
 import re
 import shutil
@@ -8,6 +9,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from zero_recipes.checkpoint.save import MANIFEST
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, file_named, launch_of
+from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, environments_of_ranks, file_named, launch_of
 from zero_recipes.core.files import at_hand, write_json
 from zero_recipes.core.findings import FAILED, REFUSED, shown
 from zero_recipes.core.host import Host
@@ -30,6 +33,7 @@ from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.schema import FILE, Metrics
 from zero_recipes.tools import sweep
 from zero_recipes.tools.rehearse import one_gpu
+from zero_recipes.tools.rehearse.forked import ForkServer
 from zero_recipes.tools.rehearse.phases import DATA, FIRST, RESUMED, Ran, Rehearsal, table_of
 from zero_recipes.tools.rehearse.small import make_small
 
@@ -167,27 +171,42 @@ def cpu_words(settings: recipes.Settings) -> tuple[list[str], list[str]]:
 
 
 def launch_all(rehearsal: Rehearsal, folder: Path, console: Console) -> dict[str, Ran]:
-    """Up to one that fails and that others go on from."""
+    """Up to one that fails and that others go on from. The first is a launch as it is, the others are forked."""
     ran: dict[str, Ran] = {}
-    for name in rehearsal.launches:
-        label = f"[{len(ran) + 1}/{len(rehearsal.launches)}] {name}"
-        ran[name] = launched(rehearsal, folder / name, label, console)
-        if not (ran[name].is_over or name in RESUMED):
-            break
+    with fork_server(rehearsal, folder) as server:
+        for name in rehearsal.launches:
+            label = f"[{len(ran) + 1}/{len(rehearsal.launches)}] {name}"
+            ran[name] = launched(rehearsal, folder / name, label, console, server if ran else None)
+            if not (ran[name].is_over or name in RESUMED):
+                break
     return ran
 
 
-def launched(rehearsal: Rehearsal, out: Path, label: str, console: Console) -> Ran:
-    """`out`: a folder of the launch's name."""
+@contextlib.contextmanager
+def fork_server(rehearsal: Rehearsal, folder: Path) -> Iterator[ForkServer | None]:
+    """Its imports go on beside the first launch's, which waits for its launcher's. None for several ranks on one GPU:
+    one_gpu.sh starts each with a library of its own."""
+    if rehearsal.nccl:
+        yield None
+        return
+    out = folder / next(iter(rehearsal.launches))
+    with ForkServer(script_of(rehearsal, out), environments_of(rehearsal, out)[0]) as server:
+        yield server
+
+
+def launched(rehearsal: Rehearsal, out: Path, label: str, console: Console, server: ForkServer | None = None) -> Ran:
+    """`out`: a folder of the launch's name. `server`: where its ranks are forked."""
     began = time.perf_counter()
     if out.name in RESUMED:
         shutil.copytree(out.with_name("killed"), out)
+    start = sweep.started
+    if server is not None:
+        start = partial(server.start, script_of(rehearsal, out), environments_of(rehearsal, out))
     over = threading.Event()
     if out.name == "killed":
-        threading.Thread(target=_kill_when_saved, args=(out, over), daemon=True).start()
+        threading.Thread(target=_kill_when_saved, args=(out, over, server), daemon=True).start()
     command = command_of(rehearsal, out)
-    threads = Host().threads(rehearsal.ranks_in(out.name))
-    exit_code, log = sweep.run_logged(command, out, label, console, threads)
+    exit_code, log = sweep.run_logged(command, out, label, console, threads_of(rehearsal), start)
     if over.is_set():
         metrics = Metrics.read(out / FILE)
     else:
@@ -205,12 +224,33 @@ def command_of(rehearsal: Rehearsal, out: Path) -> list[str]:
         words = ["bash", one_gpu.SCRIPT, rehearsal.nccl, ranks, get_free_port(), *words]
     else:
         words = [*DATA["keeps_memory"].split(), *words, *DATA["one_machine"].split()]
-    words += ["--config_file", rehearsal.config_file, "--num_processes", ranks, at_hand("run_sft.py")]
-    words += [rehearsal.recipe, "--output_dir", out, *rehearsal.words, *rehearsal.launches[out.name]]
+    words += ["--config_file", rehearsal.config_file, "--num_processes", ranks, *script_of(rehearsal, out)]
     return [str(word) for word in words]
 
 
-def _kill_when_saved(out: Path, over: threading.Event) -> None:
+def script_of(rehearsal: Rehearsal, out: Path) -> list[str]:
+    """The script with its arguments, as each rank has them."""
+    words = [at_hand("run_sft.py"), rehearsal.recipe, "--output_dir", out, *rehearsal.words]
+    return [str(word) for word in (*words, *rehearsal.launches[out.name])]
+
+
+def threads_of(rehearsal: Rehearsal) -> int:
+    """Of each rank, on half the ranks, too: a forked rank's were set when its server imported torch."""
+    return Host().threads(rehearsal.ranks)
+
+
+def environments_of(rehearsal: Rehearsal, out: Path) -> list[dict[str, str]]:
+    """What `command_of` gives to each rank."""
+    environment = sweep.environment_of(out, threads_of(rehearsal))
+    _, *variables = DATA["keeps_memory"].split()
+    for variable in variables:
+        name, _, value = variable.partition("=")
+        environment[name] = value
+    ranks = rehearsal.ranks_in(out.name)
+    return environments_of_ranks(rehearsal.config_file, ranks, get_free_port(), environment)
+
+
+def _kill_when_saved(out: Path, over: threading.Event, server: ForkServer | None) -> None:
     """SIGKILL for a launch once its first checkpoint is whole: in the next step, or just before it. Sets `over`."""
     while not over.wait(POLL_SECONDS):
         if (out / FIRST / MANIFEST).exists():
@@ -218,3 +258,5 @@ def _kill_when_saved(out: Path, over: threading.Event) -> None:
             for process in psutil.Process().children():
                 if str(out) in process.cmdline():
                     kill_with_children(process)
+            if server is not None:
+                server.kill_ranks()
