@@ -30,6 +30,7 @@ LARGEST = 200_000_000
 UNKNOWN = 50_000_000  # where the model's size is not known
 LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 OFFLOADS = ("offload_optimizer", "offload_param")
+OF_EACH_GROUP = ("WarmupLR", "WarmupDecayLR")  # schedulers that can take each group's own rate
 FP16_NAMES = ("fp16", "half", "float16", "torch.float16")
 
 
@@ -137,6 +138,7 @@ def fill_own_autos(
         if size is not None:
             # the largest partition is the least that DeepSpeed takes (partitioned_param_swapper.py, get_buffer)
             swapped["buffer_size"] = math.ceil(size.largest_tensor / world_size)
+    _fill_rates(filled, settings)
     if _is_sized_by_model(filled):
         del filled["bucket_sizes"]
         _fill_buckets(zero, settings, world_size, size_of_model())
@@ -145,6 +147,21 @@ def fill_own_autos(
         del filled["leaf_modules"]
         _fill_leaf_modules(zero, settings, size_of_model())
     return filled
+
+
+def _fill_rates(config: dict[str, Any], settings: Any) -> None:
+    """Under LoRA+ each group of parameters warms up to the rate that it was made with.
+
+    WarmupLR and WarmupDecayLR do so where warmup_max_lr is null (runtime/lr_schedules.py). transformers puts
+    learning_rate in the place of "auto", and accepts no other number: the rate of all groups.
+    """
+    scheduler = config.get("scheduler")
+    if settings.loraplus_lr_ratio is None or not isinstance(scheduler, dict):
+        return
+    parameters = scheduler.setdefault("params", {})
+    is_learning_rate = parameters.get("warmup_max_lr", "auto") in ("auto", settings.learning_rate)
+    if scheduler.get("type") in OF_EACH_GROUP and is_learning_rate:
+        parameters["warmup_max_lr"] = None
 
 
 def _is_sized_by_model(config: Mapping[str, Any]) -> bool:
