@@ -133,9 +133,7 @@ def test_shuffled_streams_give_the_same_batches_to_any_number_of_processes(tmp_p
             ranks = []
             for rank in range(world):
                 loader = DataLoader(EndlessRows(rows.shuffle(seed=3)), batch_size=2, collate_fn=list)
-                prepared = prepare_data_loader(
-                    loader, num_processes=world, process_index=rank, dispatch_batches=False
-                )
+                prepared = prepare_data_loader(loader, num_processes=world, process_index=rank, dispatch_batches=False)
                 steps = 48 // (2 * world)
                 ranks.append(list(islice(iter(prepared), steps)))
                 rest = list(islice(iter(skip_first_batches(prepared, steps - 2)), 2))

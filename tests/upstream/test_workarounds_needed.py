@@ -97,7 +97,7 @@ def test_what_a_streams_end_leaves_over_is_added_to_the_next_step(tmp_path):
 def test_new_tokens_at_stage_3_ask_for_cuda():
     """engine/patches.py read_new_tokens_without_cuda."""
     method = TrainableTokensLayer._collect_token_weights
-    with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
         getattr(method, "unpatched", method)(None, torch.zeros(2, 2), [0], 2)
 
 

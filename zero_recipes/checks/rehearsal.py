@@ -190,7 +190,7 @@ def parser_findings(run: Run) -> list[Finding]:
             package, _, kind = name.rpartition(".")
             getattr(importlib.import_module(package), kind)
         _bind_optimizer(config.get("optimizer"))
-        _make_schedule(config.get("scheduler"), run)
+        _try_schedule(run, config.get("scheduler"))
     return findings
 
 
@@ -268,30 +268,39 @@ def _bind_optimizer(block: Mapping[str, Any] | None) -> None:
         inspect.signature(getattr(torch.optim, name)).bind([], **parameters)
 
 
-def _make_schedule(block: Mapping[str, Any] | None, run: Run) -> None:
-    """Raises Refusal where it does not keep LoRA+'s ratio between the rates of its two groups."""
+def _make_schedule(block: Mapping[str, Any] | None, rates: list[float]):
+    """(a schedule, its optimizer with a group of each rate); None without a scheduler in the ds_config."""
     import torch
     from deepspeed.runtime import lr_schedules
 
     if block is None:
-        return
+        return None
     name = block["type"]
     kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
-    ratio = run.settings.loraplus_lr_ratio
-    rates = [run.settings.learning_rate]
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    optimizer = torch.optim.SGD(groups)
+    return kind(optimizer, **(block.get("params") or {})), optimizer
+
+
+def _try_schedule(run: Run, block: Mapping[str, Any] | None) -> None:
+    """Refuses one that does not keep LoRA+'s ratio between the rates of its groups.
+
+    Of a run in epochs nobody knows the number of steps yet: only the first ones are tried.
+    """
+    settings = run.settings
+    rates = [settings.learning_rate]
+    ratio = settings.loraplus_lr_ratio
     if ratio is not None:
-        rates.append(rates[0] * ratio)
-    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
-    schedule = kind(optimizer, **(block.get("params") or {}))
-    if ratio is None:
+        rates.append(settings.learning_rate * ratio)
+    made = _make_schedule(block, rates)
+    if made is None or ratio is None:
         return
-    # of a run in epochs nobody knows the number of steps yet
-    steps = min(run.settings.max_steps, STEPS) if run.settings.max_steps > 0 else FIRST_STEPS
+    schedule, optimizer = made
+    steps = min(settings.max_steps, STEPS) if settings.max_steps > 0 else FIRST_STEPS
     for step in range(1, steps + 1):
         optimizer.step()
         schedule.step()
         low, high = (group["lr"] for group in optimizer.param_groups)
         if not math.isclose(low * ratio, high, rel_tol=1e-6):
-            raise refusal(
-                "ZR195", type=name, source=run.strategy.source, step=step, low=low, high=high, ratio=ratio
-            )
+            source = run.strategy.source
+            raise refusal("ZR195", type=block["type"], source=source, step=step, low=low, high=high, ratio=ratio)
