@@ -295,6 +295,9 @@ FAULTS = [
     # names in the keys of an adapter
     fault("a target that no module has", "ZR446", "keys",
           ADAPTER | {"lora_target_modules": ["query_key_value", "q_proj"]}, ADAPTER, "does not have: q_proj"),
+    fault("an alternative that no module has", "ZR446", "keys",
+          ADAPTER | {"lora_target_modules": [r".*\.(query_key_value|q_proj)"]},
+          ADAPTER | {"lora_target_modules": [r".*\.(query_key_value|dense)"]}, "does not have: q_proj"),
     fault("no target at all", "ZR447", "recipe", f"{LORA.replace('all-linear', '[q_proj]')}",
           f"{LORA.replace('all-linear', '[query_key_value]')}\ndtype: bfloat16", "no module"),
     fault("a module to save that no module is", "ZR446", "keys",

@@ -94,3 +94,21 @@ def test_many_names_that_peft_makes_fewer_of(tmp_path):
     keys = {"use_peft": True, "lora_target_modules": [*targets, *idle]}
     (found,) = [finding for finding in findings_in(path, keys) if finding.code == "ZR446"]
     assert found.what.count("attention.dense") == len(idle)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "idle"),
+    [
+        (r".*\.(dense|query_key_value)", []),
+        (r".*\.(?:dense|up)", ["up"]),
+        (r"gpt_neox\.layers\.(0|1|2)\.(attention|mlp)\.(dense|dense_h_to_4h)", ["2"]),
+        (r"(?!lm_head|embed).*dense", []),
+        (r".*\.dense|.*\.up", [r".*\.up"]),
+        (r".*\.(dense)", []),
+        (r".*\.(dense|[)]x)", []),  # its group does not end at the first ")"
+        (r"gpt_neox\.layers\.[01]\..*\.(dense|up)", ["up"]),
+    ],
+)
+def test_each_alternative_of_a_pattern_matches_something(tmp_path, pattern, idle):
+    found = findings_in(write_recipe(tmp_path), {"use_peft": True, "lora_target_modules": [pattern]})
+    assert [finding.what.rpartition("have: ")[2] for finding in found if finding.code == "ZR446"] == idle

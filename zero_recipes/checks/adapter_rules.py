@@ -151,13 +151,38 @@ def _idle_targets(written: Any, in_force: Any, modules: list[str]) -> list[str]:
     Some modules are parameters in transformers 5 (Mixtral's w1, w2 and w3): PEFT takes their names out.
     """
     if isinstance(written.target_modules, str):
-        if in_force.target_modules == written.target_modules and not _matches(in_force, modules):
-            return [written.target_modules]
-        return []
+        if in_force.target_modules != written.target_modules:  # "all-linear": PEFT has put names in its place
+            return []
+        patterns = {written.target_modules: written.target_modules} | _alternatives(written.target_modules)
+        return [name for name, one in patterns.items() if not _matches(in_force, modules, target_modules=one)]
     names = _texts(written, "target_modules")
     if _texts(in_force, "target_parameters") != _texts(written, "target_parameters"):
         names = [name for name in names if name in in_force.target_modules]
     return [name for name in names if not _matches(in_force, modules, target_modules=[name])]
+
+
+# a group of a regular expression without groups or sets in it; not one that must not match, "(?!vision|audio)"
+GROUP = re.compile(r"\((\?:|\?P<\w+>)?([^()?\[\]][^()\[\]]*)\)")
+
+
+def _alternatives(pattern: str) -> dict[str, str]:
+    """{an alternative of "a|b" or "(a|b)": the pattern with it alone}; without those that cannot be cut out so."""
+    found = {}
+    if "|" in pattern and {*"(["}.isdisjoint(pattern):
+        found = {one: one for one in pattern.split("|")}
+    for group in GROUP.finditer(pattern):
+        texts = group[2].split("|")
+        for text in texts if len(texts) > 1 else ():
+            found[text] = f"{pattern[: group.start()]}(?:{text}){pattern[group.end() :]}"
+    return {text: one for text, one in found.items() if _is_pattern(one)}
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _idle_exclusions(written: Any, in_force: Any, modules: list[str]) -> list[str]:
