@@ -51,6 +51,7 @@ def train(run, clock: PhaseClock | None = None):
         model = load_model(run, inputs, clock)  # the last that can refuse: nothing on disk is touched so far
         run = session.claim(inputs, model)  # from here on the folder is ours
         trainer = ZeroSFTTrainer.for_run(run, inputs, model, session.metrics, clock)
+        session.show_trained(trainer.model)
         trainer.train(run.checkpoint)
         session.progress("the model is not saved")  # what is measured is kept, whatever fails from here on
         session.progress(trainer.save_verified() if run.settings.save_model else "no model was to be saved")

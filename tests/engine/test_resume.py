@@ -44,7 +44,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strat
         grid(Shape("random", rows=27, micro=2, accumulation=2, killed=6, steps=9)),
         grid(Shape("lengths", rows=27, micro=2, accumulation=2, killed=9, steps=12)),  # in the third epoch
         grid(Shape("rebalance", rows=51, micro=2, accumulation=4, killed=6, steps=9, strategy="zero2")),
-        Shape("packed stream", rows=21, micro=2, accumulation=2, killed=7, steps=9, strategy="zero2"),
+        grid(Shape("packed stream", rows=21, micro=2, accumulation=2, killed=7, steps=9, strategy="zero2")),
+        Shape("packed and shuffled stream", rows=21, micro=2, accumulation=2, killed=7, steps=9, strategy="zero2"),
+        grid(Shape("shuffled stream", rows=21, micro=2, accumulation=2, killed=5, steps=9, strategy="zero3")),
         Shape("mixture", rows=19, micro=2, accumulation=2, killed=7, steps=10, world=1),
     ],
     ids=lambda shape: f"{shape.kind}-world{shape.world}",

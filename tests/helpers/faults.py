@@ -124,11 +124,12 @@ def _found_by_check(side: Side, folder: Path, data: bool) -> list:
 
 def findings_in(path: Path, changes: dict, environment: Mapping[str, str] | None = None, device: str = "cuda") -> list:
     """What the rules find in a recipe with changes, on two processes of one node by default."""
+    from zero_recipes.checks.adapter_rules import adapter_findings
     from zero_recipes.checks.deepspeed_rules import deepspeed_findings
     from zero_recipes.checks.rules import rule_findings
 
     run = run_of(path, changes, environment, device)
-    return [*rule_findings(run), *deepspeed_findings(run)]
+    return [*rule_findings(run), *adapter_findings(run), *deepspeed_findings(run)]
 
 
 def run_of(path: Path, changes: dict, environment: Mapping[str, str] | None = None, device: str = "cuda"):
@@ -183,6 +184,10 @@ def schedule(warmup: Any) -> dict[str, Any]:
     return {"scheduler": {"type": "WarmupLR", "params": params}}
 
 
+CYCLE = {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.0001, "cycle_max_lr": 0.001}}}
+OF_DECAY = {"warmup_min_lr": 0, "warmup_num_steps": "auto", "warmup_type": "linear", "total_num_steps": "auto"}
+DECAY = {"scheduler": {"type": "WarmupDecayLR", "params": OF_DECAY}}
+LARGEST = {"params": OF_DECAY | {"warmup_max_lr": "auto"}}
 STAGE_3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, "leaf_module": {"classes": ["GPTNeoXLayer"]}}
 DDP = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
 ACCELERATE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
@@ -197,6 +202,8 @@ TWO_EVALUATED, THREE_EVALUATED = (
 DROPS = "dataloader_drop_last: true\neval_strategy: steps"
 LORA = "use_peft: true\nlora_target_modules: all-linear"
 PEFT = {"use_peft": True, "lora_target_modules": "all-linear"}
+ADAPTER = {"use_peft": True, "lora_target_modules": ["query_key_value"]}
+PARAMETERS = ADAPTER | {"lora_dropout": 0.0}
 MISS = {"peft_config": {"peft_type": "MISS"}}
 PLUS = {"loraplus_lr_ratio": 16.0}
 GAUSSIAN = {"peft_config": {"init_lora_weights": "gaussian"}}
@@ -219,6 +226,11 @@ KEEPS_BEST = {"load_best_model_at_end": True, "save_strategy": "steps", "eval_st
 KEEPS_BEST |= {"save_steps": 2, "eval_steps": 2}
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_drop_last": True, "max_length": 128}
+
+
+def adapter(**own) -> dict:
+    """Keys of a recipe with LoRA on one kind of module, and keys of PEFT's."""
+    return ADAPTER | {"peft_config": own}
 
 
 def autocast(stage: int = 2, bf16: bool = False, **block) -> dict:
@@ -280,6 +292,41 @@ FAULTS = [
           ("--resume_from_checkpoint", "true", "--overwrite", "true")),
     fault("a folder that holds an earlier run", "ZR702", "overrides", (), ("--overwrite", "true"), "metrics.json",
           files={"out/metrics.json": '{"status": "ok"}'}),
+    # names in the keys of an adapter
+    fault("a target that no module has", "ZR446", "keys",
+          ADAPTER | {"lora_target_modules": ["query_key_value", "q_proj"]}, ADAPTER, "does not have: q_proj"),
+    fault("an alternative that no module has", "ZR446", "keys",
+          ADAPTER | {"lora_target_modules": [r".*\.(query_key_value|q_proj)"]},
+          ADAPTER | {"lora_target_modules": [r".*\.(query_key_value|dense)"]}, "does not have: q_proj"),
+    fault("no target at all", "ZR447", "recipe", f"{LORA.replace('all-linear', '[q_proj]')}",
+          f"{LORA.replace('all-linear', '[query_key_value]')}\ndtype: bfloat16", "no module"),
+    fault("a module to save that no module is", "ZR446", "keys",
+          ADAPTER | {"lora_modules_to_save": ["lm_head", "score"]},
+          ADAPTER | {"lora_modules_to_save": ["lm_head"]}, "`lora_modules_to_save` names what the model does not have"),
+    fault("a parameter that is none", "ZR446", "keys",
+          PARAMETERS | {"lora_target_parameters": ["dense.weight", "w.up"]},
+          PARAMETERS | {"lora_target_parameters": ["dense.weight"]}, "w.up"),
+    fault("a layer behind the last", "ZR446", "keys", adapter(layers_to_transform=[0, 2]),
+          adapter(layers_to_transform=[0, 1]), "does not have: 2"),
+    fault("layers of another name", "ZR446", "keys", adapter(layers_to_transform=1, layers_pattern=["layers", "h"]),
+          adapter(layers_to_transform=1, layers_pattern="layers"), "`peft_config.layers_pattern`"),
+    fault("a rank for no target", "ZR446", "keys", adapter(rank_pattern={"dense": 2}),
+          adapter(rank_pattern={"query_key_value": 2}), "`peft_config.rank_pattern`"),
+    fault("an alpha that an earlier pattern takes", "ZR446", "keys",
+          adapter(alpha_pattern={"query_key_value": 2, r"layers.1.attention.query_key_value": 4}),
+          adapter(alpha_pattern={r"layers.1.attention.query_key_value": 4, "query_key_value": 2}), "layers.1"),
+    fault("an exclusion of nothing", "ZR446", "keys", adapter(exclude_modules=["q_proj"]),
+          adapter(exclude_modules=["layers.0.attention.query_key_value"]), "`peft_config.exclude_modules`"),
+    fault("a pattern that excludes nothing", "ZR446", "keys", adapter(exclude_modules=r".*\.q_proj"),
+          adapter(exclude_modules=r".*\.0\..*"), "`peft_config.exclude_modules`"),
+    fault("a target of OFT", "ZR446", "keys", adapter(peft_type="OFT", target_modules=["dense", "up"]),
+          adapter(peft_type="OFT", target_modules=["dense"]), "`peft_config.target_modules`"),
+    fault("a token behind the last", "ZR448", "keys", adapter(trainable_token_indices=[1030, 1031]),
+          adapter(trainable_token_indices=[1030]), "has 1031, but the embedding has rows 0 to 1030"),
+    fault("a token before the first", "ZR448", "keys", adapter(trainable_token_indices={"embed_in": [0, -1]}),
+          adapter(trainable_token_indices={"embed_in": [0]})),
+    fault("targets of an adapter that is not asked for", "ZR449", "keys", {"lora_target_modules": "all-linear"},
+          {"lora_target_modules": "all-linear", "use_peft": False}),
     # what TRL, transformers, PEFT and torch refuse by themselves: one net
     fault("TRL's trainer", "ZR199", "recipe", "router_aux_loss_coef: 0.1", names="building TRL's trainer"),
     fault("transformers' model", "ZR199", "recipe", "attn_implementation: sparkle", names="the model"),
@@ -298,6 +345,10 @@ FAULTS = [
           ADAM),
     fault("a schedule that DeepSpeed does not have", "ZR199", "ds", {"scheduler": {"type": "WarmUpLR"}},
           schedule("auto")),
+    fault("a schedule with one rate for both groups of LoRA+", "ZR195", "ds", CYCLE, schedule("auto"), "OneCycle",
+          recipe=f"{LORA}\nloraplus_lr_ratio: 16.0\ndtype: bfloat16"),
+    fault("a schedule's own largest rate", "ZR213", "ds", DECAY, {"scheduler": DECAY["scheduler"] | LARGEST},
+          "warmup_max_lr"),
     # DeepSpeed's configuration
     fault("a ds_config that is not there", "ZR199", "recipe", "deepspeed: zero9.json", "deepspeed: ds.json", ds={}),
     fault("comments in JSON", "ZR199", "ds", '{"zero_optimization": {"stage": 2}} // two'),

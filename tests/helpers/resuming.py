@@ -40,7 +40,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "rebalance": {"train_sampling_strategy": "batch_rebalance"},
     "packing": {"packing": True, "max_length": 64},
     "stream": {"dataset_streaming": True},
+    "shuffled stream": {"dataset_streaming": True, "shuffle_dataset": True},
     "packed stream": {"dataset_streaming": True, "packing": True, "max_length": 64},
+    "packed and shuffled stream": {
+        "dataset_streaming": True,
+        "packing": True,
+        "max_length": 64,
+        "shuffle_dataset": True,
+    },
     "mixture": {"dataset_name": None, "test_split_size": 0.2},
     "lora": LORA,
 }

@@ -10,10 +10,12 @@ import pytest
 from rich.console import Console
 from transformers import AutoConfig
 
+from tests.helpers.faults import TWO
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, settings_with, write_model, write_recipe, write_rows
 from tests.helpers.two_ranks import run_forked
 from zero_recipes.checkpoint.save import write_manifest
+from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launch_key_findings, launched_environment
 from zero_recipes.core.findings import Refusal
@@ -333,6 +335,26 @@ def test_on_cpus_only_the_first_launch_has_long_rows(tmp_path, monkeypatch, leng
         words = launches.command_of(rehearsal, tmp_path / name)
         lengths[name] = words[words.index("--max_length") + 1] if "--max_length" in words else None
     assert lengths == {name: None if name == "longest" else cut for name in RUNS}
+
+
+@pytest.mark.parametrize(
+    ("keys", "ignored"),
+    [
+        ({"lora_target_modules": ["dense", "no_such"]}, None),
+        ({"lora_target_modules": ["dense"], "peft_config": {"layers_to_transform": [0, 9]}}, "ZR446"),
+        ({"lora_target_modules": [f"layers.{n}.attention.dense" for n in (0, 9)], "ignore": "ZR608"}, "ZR446,ZR608"),
+    ],
+)
+def test_layers_that_the_small_model_lacks_are_no_misspelt_names(tmp_path, monkeypatch, keys, ignored):
+    monkeypatch.chdir(ROOT)
+    recipe = write_recipe(tmp_path, use_peft=True, **keys)
+    arguments = parse_arguments(["rehearse", str(recipe), "--gpus", "2"])
+    rehearsal = launches.read_rehearsal(arguments, tmp_path / "rehearsal", Console(quiet=True))
+    words = launches.command_of(rehearsal, tmp_path / "longest")
+    assert [word for word in words if word.startswith("--ignore")] == ([f"--ignore={ignored}"] if ignored else [])
+    _, findings = preflight(recipe, recipes.recipe_in_force(recipe), rehearsal.words, TWO, rehearsal=True)
+    (found,) = [finding for finding in findings if finding.code == "ZR446"]
+    assert found.level == ("warning" if ignored else "error")
 
 
 # the small model

@@ -102,6 +102,50 @@ def test_a_stream_gives_the_same_batches_to_any_number_of_processes_and_has_no_e
         assert skipped == [batches[-2:] for batches in taken], "a resumed run takes other rows"
 
 
+def endless(rows: datasets.IterableDataset, count: int) -> list[int]:
+    return [row["row"] for row in islice(iter(EndlessRows(rows)), count)]
+
+
+@pytest.mark.parametrize("counts", [[9], [4, 4, 2]], ids=["a file", "files"])
+def test_a_shuffled_stream_has_all_of_its_rows_in_another_order_each_time(tmp_path, counts):
+    rows = streamed(tmp_path, counts, 0)
+    size = sum(counts)
+    as_trl = rows.map(lambda row: row).shuffle(seed=0)
+    for stream in (rows.shuffle(seed=0), as_trl):
+        found = endless(stream, 3 * size)
+        epochs = [found[start : start + size] for start in range(0, 3 * size, size)]
+        assert [sorted(epoch) for epoch in epochs] == [list(range(size))] * 3
+        assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+        assert epochs[0] == [row["row"] for row in stream.take(size)], "the first is the stream's own"
+        assert endless(stream, 3 * size) == found, "a resumed run reads it again from its start"
+    assert endless(rows, 2 * size) == list(range(size)) * 2, "one that nobody has shuffled keeps its order"
+
+
+def test_shuffled_streams_give_the_same_batches_to_any_number_of_processes(tmp_path):
+    """Also a mixture, of which an epoch draws other rows; whole, and by a run that is resumed in a later epoch."""
+    first, second = streamed(tmp_path, [7], 0), streamed(tmp_path, [5, 3], 1)
+    second = second.map(lambda row: {"row": row["row"] + 100})
+    drawn = datasets.interleave_datasets([first, second], [0.5, 0.5], seed=0, stopping_strategy="all_exhausted")
+    joined = datasets.concatenate_datasets([first, second])
+    for rows in (first, second, drawn, joined):
+        wanted = endless(rows.shuffle(seed=3), 48)
+        for world in (1, 2, 3):
+            ranks = []
+            for rank in range(world):
+                loader = DataLoader(EndlessRows(rows.shuffle(seed=3)), batch_size=2, collate_fn=list)
+                prepared = prepare_data_loader(loader, num_processes=world, process_index=rank, dispatch_batches=False)
+                steps = 48 // (2 * world)
+                ranks.append(list(islice(iter(prepared), steps)))
+                rest = list(islice(iter(skip_first_batches(prepared, steps - 2)), 2))
+                assert rest == ranks[rank][-2:], "a resumed run takes other rows"
+            order = [row["row"] for step in range(steps) for rank in range(world) for row in ranks[rank][step]]
+            assert order == wanted
+
+
+def test_an_empty_stream_ends(tmp_path):
+    assert endless(streamed(tmp_path, [3], 0).filter(lambda row: False).shuffle(seed=0), 3) == []
+
+
 @pytest.mark.parametrize("kind", ["random", "group_by_length"])
 def test_the_order_of_an_epoch_follows_from_its_seed_and_number_alone(kind):
     def order(epoch: int, seed: int, drawn_before: int = 0) -> list[int]:

@@ -10,8 +10,12 @@ import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.state import GradientState
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.runtime.zero.utils import defragment
 from deepspeed.utils import nvtx
+from peft import LoraConfig, get_peft_model
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -87,6 +91,41 @@ def test_what_a_streams_end_leaves_over_is_added_to_the_next_step(tmp_path):
     found = trainer(tmp_path, Stream(), max_steps=2, gradient_accumulation_steps=2, save_strategy="no")
     found.train()
     assert found.model.calls > 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is what it asks for")
+def test_new_tokens_at_stage_3_ask_for_cuda():
+    """engine/patches.py read_new_tokens_without_cuda."""
+    method = TrainableTokensLayer._collect_token_weights
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
+        getattr(method, "unpatched", method)(None, torch.zeros(2, 2), [0], 2)
+
+
+def test_what_stage_3_lays_side_by_side_has_one_dtype():
+    """engine/patches.py one_dtype_of_what_trains."""
+    with pytest.raises(AssertionError):
+        defragment([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)])
+
+
+def test_deepspeeds_warm_up_gives_all_groups_one_rate():
+    """config/ds_config.py _fill_rates: the number that transformers fills in; null is each group's own."""
+    rates = {}
+    for largest in (1e-3, None):
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (1e-3, 16e-3)]
+        optimizer = torch.optim.SGD(groups)
+        schedule = WarmupDecayLR(optimizer, 9, warmup_max_lr=largest, warmup_num_steps=2)
+        for _ in range(2):
+            schedule.step()
+        rates[largest] = [group["lr"] for group in optimizer.param_groups]
+    assert rates[1e-3][0] == rates[1e-3][1]
+    assert rates[None][1] == pytest.approx(16 * rates[None][0]) and rates[None][0] > 0
+
+
+def test_a_name_that_matches_nothing_is_passed_over():
+    """checks/adapter_rules.py."""
+    config = LoraConfig(target_modules=["q_proj", "nope"], modules_to_save=["lm_head", "nowhere"])
+    model = get_peft_model(LlamaForCausalLM(LlamaConfig(**SMALL)), config)
+    assert model.base_model.targeted_module_names == ["model.layers.0.self_attn.q_proj"]
 
 
 def test_a_sampler_by_length_draws_from_the_global_generator():

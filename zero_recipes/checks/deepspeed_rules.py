@@ -173,6 +173,8 @@ def _left_out(run: Run) -> Iterator[Finding]:
         missing.append(f"{settings.precision}.enabled")
     if run.ds.optimizer is not None and run.value("optimizer.params.lr") is None:
         missing.append("optimizer.params.lr")
+    if run.value("scheduler.type") == "WarmupDecayLR" and "warmup_max_lr" not in (run.value("scheduler.params") or {}):
+        missing.append("scheduler.params.warmup_max_lr")
     if missing:
         yield finding("ZR213", source=source, missing=", ".join(missing))
 

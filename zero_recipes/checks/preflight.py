@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from zero_recipes.checkpoint.compatibility import fit_findings
 from zero_recipes.checkpoint.output_dir import inputs_of, refuse_in_use, refuse_occupied
 from zero_recipes.checkpoint.resume import batch_kept, checkpoint_to_resume, requested_batch, requested_in
+from zero_recipes.checks.adapter_rules import adapter_findings
 from zero_recipes.checks.deepspeed_rules import deepspeed_findings
 from zero_recipes.checks.machine import driver_findings, gpu_findings, machine_findings, offline_where_unreachable
 from zero_recipes.checks.rehearsal import fill_auto, parser_findings, trainer_findings
@@ -130,6 +131,7 @@ class Preflight:
         if self.gpu is None:
             self.attempt(refuse_uneven_gpus, run.strategy, run.device, self.environment)
         self.findings += rule_findings(run)
+        self.findings += adapter_findings(run)
         self.findings += deepspeed_findings(run)
         if run.strategy.is_deepspeed:
             self.findings += parser_findings(run)

@@ -9,20 +9,22 @@ import importlib
 import inspect
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from zero_recipes.checks.adapter_rules import module_kinds
 from zero_recipes.checks.rules import bare_model, options
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import ModelSize, fill_own_autos, quiet
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
-from zero_recipes.core.findings import Finding, collected, library_error_as_finding, refusal
+from zero_recipes.core.findings import Finding, collected, first_line, library_error_as_finding, refusal
 from zero_recipes.engine.huggingface import rows_are_cut, single_process_env, without_deepspeed_announcement
 from zero_recipes.model import adapter_config, rehearse_model
 
 STEPS = 1000  # of a schedule whose run is measured in epochs: only that it is a number matters
+FIRST_STEPS = 5  # of such a schedule, when it is tried
 HIDDEN_SIZE = 64  # of a model whose configuration is not at hand: likewise
 
 
@@ -61,8 +63,20 @@ def _trainer(settings: Settings, config, args, model_args):
         train = rows
         if prepares:
             cut = rows_are_cut(args)
-    with library_error_as_finding("building TRL's trainer", keys), cut:
+    with library_error_as_finding("building TRL's trainer", keys), cut, _targets_named(model):
         return SFTTrainer(model, args, None, train, evaluation, tokenizer, peft_config=peft_config)
+
+
+@contextlib.contextmanager
+def _targets_named(model) -> Iterator[None]:
+    """PEFT's error over targets that match nothing at all names none that would match."""
+    from peft.utils.error import NoMatchingPeftModuleError
+
+    kinds = ", ".join(module_kinds(model))
+    try:
+        yield
+    except NoMatchingPeftModuleError as error:
+        raise refusal("ZR447", error=first_line(error), kinds=kinds) from error
 
 
 def _leave_model_in_place(args) -> None:
@@ -216,7 +230,7 @@ def parser_findings(run: Run) -> list[Finding]:
             package, _, kind = name.rpartition(".")
             getattr(importlib.import_module(package), kind)
         _bind_optimizer(config.get("optimizer"))
-        _make_schedule(config.get("scheduler"))
+        _try_schedule(run, config.get("scheduler"))
     return findings
 
 
@@ -294,13 +308,39 @@ def _bind_optimizer(block: Mapping[str, Any] | None) -> None:
         inspect.signature(getattr(torch.optim, name)).bind([], **parameters)
 
 
-def _make_schedule(block: Mapping[str, Any] | None) -> None:
+def _make_schedule(block: Mapping[str, Any] | None, rates: list[float]):
+    """(a schedule, its optimizer with a group of each rate); None without a scheduler in the ds_config."""
     import torch
     from deepspeed.runtime import lr_schedules
 
     if block is None:
-        return
+        return None
     name = block["type"]
     kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    kind(optimizer, **(block.get("params") or {}))
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    optimizer = torch.optim.SGD(groups)
+    return kind(optimizer, **(block.get("params") or {})), optimizer
+
+
+def _try_schedule(run: Run, block: Mapping[str, Any] | None) -> None:
+    """Refuses one that does not keep LoRA+'s ratio between the rates of its groups.
+
+    Of a run in epochs nobody knows the number of steps yet: only the first ones are tried.
+    """
+    settings = run.settings
+    rates = [settings.learning_rate]
+    ratio = settings.loraplus_lr_ratio
+    if ratio is not None:
+        rates.append(settings.learning_rate * ratio)
+    made = _make_schedule(block, rates)
+    if made is None or ratio is None:
+        return
+    schedule, optimizer = made
+    steps = min(settings.max_steps, STEPS) if settings.max_steps > 0 else FIRST_STEPS
+    for step in range(1, steps + 1):
+        optimizer.step()
+        schedule.step()
+        low, high = (group["lr"] for group in optimizer.param_groups)
+        if not math.isclose(low * ratio, high, rel_tol=1e-6):
+            source = run.strategy.source
+            raise refusal("ZR195", type=block["type"], source=source, step=step, low=low, high=high, ratio=ratio)

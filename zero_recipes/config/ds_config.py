@@ -33,6 +33,7 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 FORCED = "zero_force_ds_cpu_optimizer"  # DeepSpeed's default is true
 # Values of `optim` that DeepSpeedCPUAdam computes as torch's AdamW does.
 OF_CPU_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused")
+OF_EACH_GROUP = ("WarmupLR", "WarmupDecayLR")  # schedulers that can take each group's own rate
 FP16_NAMES = ("fp16", "half", "float16", "torch.float16")
 
 
@@ -140,6 +141,7 @@ def fill_own_autos(
         if size is not None:
             # the largest partition is the least that DeepSpeed takes (partitioned_param_swapper.py, get_buffer)
             swapped["buffer_size"] = math.ceil(size.largest_tensor / world_size)
+    _fill_rates(filled, settings)
     if _is_sized_by_model(filled):
         del filled["bucket_sizes"]
         _fill_buckets(zero, settings, world_size, size_of_model())
@@ -161,6 +163,21 @@ def _keep_offloaded_optimizer(config: dict[str, Any], zero: Mapping[str, Any], s
     offloads = isinstance(offload, dict) and offload.get("device", "none") != "none"
     if offloads and "optimizer" not in config and settings.optimizer_name not in OF_CPU_ADAM:
         config.setdefault(FORCED, False)
+
+
+def _fill_rates(config: dict[str, Any], settings: Any) -> None:
+    """Under LoRA+ each group of parameters warms up to the rate that it was made with.
+
+    WarmupLR and WarmupDecayLR do so where warmup_max_lr is null (runtime/lr_schedules.py). transformers puts
+    learning_rate in the place of "auto", and accepts no other number: the rate of all groups.
+    """
+    scheduler = config.get("scheduler")
+    if settings.loraplus_lr_ratio is None or not isinstance(scheduler, dict):
+        return
+    parameters = scheduler.setdefault("params", {})
+    is_learning_rate = parameters.get("warmup_max_lr", "auto") in ("auto", settings.learning_rate)
+    if scheduler.get("type") in OF_EACH_GROUP and is_learning_rate:
+        parameters["warmup_max_lr"] = None
 
 
 def _is_sized_by_model(config: Mapping[str, Any]) -> bool:

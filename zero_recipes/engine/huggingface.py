@@ -30,7 +30,7 @@ from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import environment_kept
 
 if TYPE_CHECKING:
-    from datasets import Dataset  # reading a recipe needs no datasets
+    from datasets import Dataset, IterableDataset  # reading a recipe needs no datasets
 
 
 @contextlib.contextmanager
@@ -80,6 +80,25 @@ def count_tokens_with_loss(trainer: Trainer) -> None:
     Where it has no `loss_type`, it counts a row's first token, which has no loss.
     """
     trainer.model_accepts_loss_kwargs = trainer._loss_shifts_labels = True
+
+
+def is_shuffled(rows: "IterableDataset") -> bool:
+    """Whether a stream, or a part of one, is drawn from a shuffle buffer.
+
+    Private: `_ex_iterable` of a stream, and the parts that it is made of (datasets 5.2, iterable_dataset.py). Nothing
+    public says it, and `set_epoch` would also change the order of the files of a stream that nobody has shuffled.
+    """
+    from datasets.iterable_dataset import BufferShuffledExamplesIterable
+
+    waiting = [rows._ex_iterable]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, BufferShuffledExamplesIterable):
+            return True
+        waiting += getattr(part, "ex_iterables", [])
+        if hasattr(part, "ex_iterable"):
+            waiting.append(part.ex_iterable)
+    return False
 
 
 def rows_left_over(loader) -> int:

@@ -35,6 +35,7 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
         release_without_messages()
         forget_releases_with_the_trace()
         keep_precision_of_new_adapters()
+        read_new_tokens_without_cuda()
     if strategy.ds.quantizes_gradients:
         patch_quantized_gradients()
 
@@ -308,6 +309,40 @@ def keep_precision_of_new_adapters() -> None:
     def device_and_dtype(faulty, self, base_layer):
         device, dtype = faulty(self, base_layer)
         return device, None if any(map(is_partitioned, base_layer.parameters())) else dtype
+
+
+def read_new_tokens_without_cuda() -> None:
+    """Stage 3: the embeddings of new tokens are read on any device.
+
+    Private: `TrainableTokensLayer._collect_token_weights` (PEFT 0.21, tuners/trainable_tokens/layer.py).
+    It asks for the current CUDA device to receive rank 0's rows, which ends a run on CPUs once the weights are loaded:
+    "Torch not compiled with CUDA enabled". The gathered weight is whole on every rank, and needs no message.
+    """
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+    from peft.utils.integrations import gather_params_ctx
+
+    @replaces(TrainableTokensLayer, "_collect_token_weights")
+    def collect_token_weights(faulty, self, weight, rows, embed_dim):
+        with gather_params_ctx([weight], modifier_rank=None), torch.no_grad():
+            return weight[rows].clone()
+
+
+def one_dtype_of_what_trains(model: torch.nn.Module) -> None:
+    """Stage 3 in 16 bits: an adapter's fp32 matrices become 16 bits beside modules that train whole, or new tokens.
+
+    DeepSpeed 0.19.8 (runtime/zero/utils.py `defragment`) lays all that trains into one buffer, and stops with a bare
+    AssertionError where dtypes differ. PEFT 0.21 keeps LoRA's matrices in fp32; the others are copies of what zero.Init
+    has made 16 bits. At stages 1 and 2 the engine casts all of them. The masters stay exact: the trainer's
+    `_own_masters` has the values from before.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    in_16_bits = {p.dtype for p in trained} - {torch.float32}
+    if len(in_16_bits) != 1:
+        return
+    (dtype,) = in_16_bits
+    for p in trained:
+        if not is_partitioned(p):
+            p.data = p.data.to(dtype)
 
 
 def forget_releases_with_the_trace() -> None:

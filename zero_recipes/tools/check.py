@@ -16,6 +16,7 @@ from zero_recipes.engine.warnings import quieten
 def check(arguments: argparse.Namespace) -> int:
     with working("importing the libraries"):
         from zero_recipes.checks import predicted
+        from zero_recipes.checks.adapter_rules import trained_without_memory
         from zero_recipes.checks.preflight import preflight, resolved_ds_config
         from zero_recipes.config.accelerate import file_findings, file_named, launched_as_named, launched_environment
 
@@ -54,6 +55,9 @@ def check(arguments: argparse.Namespace) -> int:
         print(shown(findings, arguments.traceback))
     if run is not None:
         print(*run.strategy.described(run.device, run.settings, run.precision), sep="\n")
+        trained = trained_without_memory(run)
+        if trained is not None:
+            print(f"{'trains':<14}{trained}")
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if not errors:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir, look_again
@@ -26,7 +27,7 @@ from zero_recipes.engine.group import once, rank_0_writes
 from zero_recipes.engine.nvme import swap_space
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import keep_failure, not_begun, write_failure
-from zero_recipes.model import parameter_counts
+from zero_recipes.model import parameter_counts, trained_parts
 from zero_recipes.training.card import hub, push, write_card
 from zero_recipes.training.inputs import Inputs
 
@@ -90,6 +91,11 @@ class Session:
             recipe_sha256=run.recipe.sha256,
         )
         return run
+
+    def show_trained(self, model: nn.Module) -> None:
+        """The trainer's, with its adapter."""
+        if rank() == 0:
+            print(f"{'trains':<14}{trained_parts(model)}", flush=True)
 
     def progress(self, saved: str) -> None:
         """`saved`: what is known of the model."""

@@ -13,7 +13,7 @@ from torch.utils.data import RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
 
-from zero_recipes.engine.huggingface import count_tokens_with_loss, rows_left_over
+from zero_recipes.engine.huggingface import count_tokens_with_loss, is_shuffled, rows_left_over
 
 
 def begin_epoch(sampler: Sampler | None, epoch: int, seed: int) -> None:
@@ -32,16 +32,30 @@ def begin_epoch(sampler: Sampler | None, epoch: int, seed: int) -> None:
 class EndlessRows(torch.utils.data.IterableDataset):
     """A stream that begins again where it ends, within a step if need be; every process reads all of it.
 
+    A shuffled one has another order each time, which follows from the seed and the number of times alone: a resumed
+    run reads it from its start again, and skips what is trained. One that is not shuffled keeps the order of its files.
+
     transformers 5.23 takes no step with the batches that a stream's end leaves over, adds their gradients to the next
     step's, and ends a resumed run at the stream's end (huggingface/transformers#26413). accelerate 1.15 gives the
     processes files of their own where a `datasets` stream has enough of them: ranks then end at different steps.
     """
 
     def __init__(self, rows: datasets.IterableDataset):
-        self.rows = rows.repeat(None)
+        self.rows = rows
+        self.is_shuffled = is_shuffled(rows)
 
     def __iter__(self) -> Iterator[dict]:
-        return iter(self.rows)
+        epoch = 0
+        while True:
+            if self.is_shuffled:
+                self.rows.set_epoch(epoch)
+            has_rows = False
+            for row in self.rows:
+                has_rows = True
+                yield row
+            if not has_rows:
+                return
+            epoch += 1
 
 
 ROW_LENGTHS = "row_lengths"

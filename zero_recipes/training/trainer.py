@@ -243,6 +243,8 @@ class ZeroSFTTrainer(SFTTrainer):
         in_16_bits = self.is_deepspeed_enabled and (self.args.bf16 or self.args.fp16)
         begins = in_16_bits and resume_from_checkpoint is None
         with self.stage_metrics.clock.phase("model"), self._own_masters() if begins else contextlib.nullcontext():
+            if in_16_bits and self.stage_metrics.strategy.zero_stage == 3:
+                patches.one_dtype_of_what_trains(self.model)
             checkpoint = None if resharded else resume_from_checkpoint
             prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
             if resharded:

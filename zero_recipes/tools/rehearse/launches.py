@@ -23,7 +23,7 @@ from zero_recipes.checkpoint.save import MANIFEST
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, environments_of_ranks, file_named, launch_of
 from zero_recipes.core.files import at_hand, write_json
-from zero_recipes.core.findings import FAILED, REFUSED, shown
+from zero_recipes.core.findings import FAILED, REFUSED, ignored_codes, shown
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import kill_with_children
 from zero_recipes.core.tables import Column, plain, print_columns, terminal, working
@@ -110,6 +110,8 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
         with working(f"making a small {settings.model_name_or_path}", console):
             model = make_small(recipes.parse_recipe(path, mapping, words).settings, small, arguments.layers)
         words += ["--model_name_or_path", str(small), "--model_revision", "main", "--random_weights", "false"]
+        if names_layers(settings):
+            words.append(f"--ignore={','.join(sorted({*ignored_codes(settings.ignore), 'ZR446'}))}")
     console.print(plain(f"{model}\n{place}"), soft_wrap=True)
     config_file = arguments.config_file or file_named(mapping) or at_hand(FOLDER / "ddp.yaml")
     nccl = one_gpu.nccl_library() if cards == 1 < ranks else None
@@ -135,6 +137,13 @@ def shortened(settings: recipes.Settings, replicas: int) -> dict[str, Any]:
     if takes_rows(settings.sample_prompts):
         values["sample_prompts"] = min(int(settings.sample_prompts), MOST_SAMPLES)
     return values
+
+
+def names_layers(settings: recipes.Settings) -> bool:
+    """Whether an adapter is put on layers by their numbers: the small model lacks some of them."""
+    keys = (settings.lora_target_modules, settings.lora_target_parameters, settings.lora_modules_to_save)
+    named = json.dumps([*keys, settings.peft_config], default=str)
+    return settings.use_peft and re.search(r"layers_to_transform|\.\d+\.", named) is not None
 
 
 def first_rows(settings: recipes.Settings, count: int) -> dict[str, Any]:
