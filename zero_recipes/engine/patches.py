@@ -145,6 +145,31 @@ def without_aliases(
 
 
 @contextlib.contextmanager
+def trained_modules_saved_once() -> Iterator[None]:
+    """An adapter's file has the modules of modules_to_save once, under the name by which PEFT loads them.
+
+    Private: `get_peft_model_state_dict` as `PeftModel.save_pretrained` calls it (PEFT 0.21, peft_model.py; from
+    utils/save_and_load.py). Where the vocabulary has grown, it adds all that is below the embeddings and the LM head:
+    of a trained head also PEFT's own copy, which no loading reads, and the frozen one, which is the base model's.
+    """
+    from peft import peft_model
+
+    whole = peft_model.get_peft_model_state_dict
+
+    def once(*arguments, **keywords):
+        tensors = whole(*arguments, **keywords)
+        kept = {}
+        for name, tensor in tensors.items():
+            own = name.replace(".modules_to_save.", ".").replace(".original_module.", ".")
+            if own == name or own not in tensors:
+                kept[name] = tensor
+        return kept
+
+    with patch.object(peft_model, "get_peft_model_state_dict", once):
+        yield
+
+
+@contextlib.contextmanager
 def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
     """What trains keeps its dtype while a checkpoint is loaded.
 

@@ -451,7 +451,8 @@ class ZeroSFTTrainer(SFTTrainer):
                 self.create_model_card()
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        super()._save(output_dir, patches.without_aliases(self.model, state_dict))
+        with patches.trained_modules_saved_once():
+            super()._save(output_dir, patches.without_aliases(self.model, state_dict))
 
     def _save_checkpoint(self, model, trial) -> None:
         """With the run's history and a manifest. None of weights that are not finite: it would push out the last one
