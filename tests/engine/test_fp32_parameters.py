@@ -59,7 +59,7 @@ def expected(two, recipe, tmp_path_factory) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["zero0", "zero1", "zero2", "zero3", grid("zero2_offload"), "zero3_offload", grid("fsdp2")]
+    "strategy", ["zero0", "zero1", "zero2", "zero3", grid("zero2_offload"), "zero3_offload", grid("zero3_hpz"), grid("fsdp2")]
 )
 def test_what_is_not_trained_is_saved_as_it_was_loaded(two, recipe, expected, tmp_path, strategy):
     losses = run(two, recipe, strategy, tmp_path, "--learning_rate", "0")["loss_history"]

@@ -118,7 +118,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(two, model, runs, tmp_path, s
 
 @pytest.mark.parametrize("strategy", [grid("ddp"), "zero3", grid("fsdp2")])
 def test_what_is_asked_and_exported_is_the_adapter_on_4_bit_weights(two, model, tmp_path, strategy, capsys):
-    """To bf16's precision, the losses of the answers that the run has measured."""
+    """The losses of the answers are those that the run has measured; on 16-bit weights they are 0.004 off."""
     run, asked = tmp_path / "run", tmp_path / "asked"
     words = ["--sample_prompts", "3", "--sample_max_new_tokens", "2"]
     two.run(family_cases.train_quantised, argv=argv(model, run, strategy, *words))
@@ -128,7 +128,7 @@ def test_what_is_asked_and_exported_is_the_adapter_on_4_bit_weights(two, model, 
     for row, wanted in zip(found, measured, strict=True):
         for name in ("scores_before", "scores_after"):
             mine, theirs = (getattr(one, name)["reference_loss"] for one in (row, wanted))
-            assert mine == pytest.approx(theirs, rel=2e-3)
+            assert mine == pytest.approx(theirs, abs=1.5e-3)
     assert cli.main(["export", str(run)]) == 0
     printed = re.search(r"loss on 8 rows of .*: ([\d.]+) of the run's model, ([\d.]+) of", capsys.readouterr().out)
     assert float(printed[2]) == pytest.approx(float(printed[1]), rel=2e-3)

@@ -109,7 +109,9 @@ def new_tokens(tmp_path_factory):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = TURNS
     tokenizer.save_pretrained(folder / "tokenizer")
-    turns = [[{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": "moss " * i}] for i in range(1, 9)]
+    turns = [
+        [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": "moss " * i}] for i in range(1, 9)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in turns))
     keys = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": ["q_proj"], "bf16": False}
     keys |= {"chat_template_path": str(folder / "tokenizer"), "max_steps": 2, "random_weights": False}
@@ -131,7 +133,11 @@ def test_an_adapter_with_new_tokens_has_each_weight_once(two, new_tokens, tmp_pa
     size = len(AutoTokenizer.from_pretrained(tmp_path / "out"))
     ends = {name for name in saved if "layers" not in name}
     embedding = "base_model.model.model.embed_tokens.token_adapter"
-    wanted = {f"{embedding}.base_layer.weight", f"{embedding}.trainable_tokens_delta", "base_model.model.lm_head.weight"}
+    wanted = {
+        f"{embedding}.base_layer.weight",
+        f"{embedding}.trainable_tokens_delta",
+        "base_model.model.lm_head.weight",
+    }
     assert ends == wanted and saved["base_model.model.lm_head.weight"].shape[0] == size
     assert {"base_model.model.lm_head.modules_to_save.weight"} < by_peft.keys() - saved.keys(), "PEFT: remove the patch"
     logits = []

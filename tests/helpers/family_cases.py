@@ -179,6 +179,6 @@ def train_as_deepspeed_casts(argv: list[str]) -> dict:
 def train_as_accelerate_groups(argv: list[str]) -> dict:
     """`train` under FSDP2 without the final norm of a model inside an adapter."""
     find = getattr(fsdp_utils._find_final_norm, "unpatched", fsdp_utils._find_final_norm)
-    with without("zero_recipes.engine.patches.gather_head_with_the_final_norm"):
-        with mock.patch.object(fsdp_utils, "_find_final_norm", find):
-            return train(argv)
+    left_out = without("zero_recipes.engine.patches.gather_head_with_the_final_norm")
+    with left_out, mock.patch.object(fsdp_utils, "_find_final_norm", find):
+        return train(argv)

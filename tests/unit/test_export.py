@@ -109,7 +109,12 @@ def qlora(tmp_path):
     AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(base)
     lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     get_peft_model(model, lora).save_pretrained(folder)
-    recipe = {"model_name_or_path": str(base), "dataset_name": str(rows), "dataset_format": "alpaca", "dtype": "float32"}
+    recipe = {
+        "model_name_or_path": str(base),
+        "dataset_name": str(rows),
+        "dataset_format": "alpaca",
+        "dtype": "float32",
+    }
     recipe |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_peft": True, "max_length": 64}
     (folder / "recipe.resolved.yaml").write_text(json.dumps(recipe))
     write_checksums(folder)

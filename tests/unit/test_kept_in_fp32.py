@@ -1,4 +1,4 @@
-"""What `check` says of parameters that a model's class keeps in fp32, and of LM heads that FSDP2 would train wrongly."""
+"""What `check` says of parameters that a model's class keeps in fp32, and of LM heads that FSDP2 trains wrongly."""
 
 import json
 from functools import partial
@@ -70,7 +70,9 @@ def test_a_model_without_such_parameters(tmp_path):
 def test_names_are_matched_by_dtype_as_transformers_does():
     """T5 keeps `wo` in fp16 alone."""
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+        model = T5ForConditionalGeneration(
+            T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+        )
     names = {name for name, _ in fp32_parameters(model, torch.float16)}
     assert len(names) == 2 and all(name.endswith(".wo.weight") for name in names)
     assert not list(fp32_parameters(model, torch.bfloat16))

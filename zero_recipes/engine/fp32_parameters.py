@@ -92,13 +92,10 @@ def _keep_them_at_stage_3() -> None:
     """zero.Init makes fp32 partitions of them; the optimizer keeps a flat tensor for each dtype.
 
     Private: `_keep_in_fp32` of zero.Init (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py), called once a
-    model's constructor has run and before its weights are loaded; `mark_persistent_parameters`
-    (runtime/zero/parameter_offload.py), whose parameters are gathered as one tensor; `defragment`,
-    `_set_fp16_partitioned_groups_flat` and `_create_param_groups_fp16_flat_cpu_memory` (runtime/zero/stage3.py), which
-    know one dtype.
+    model's constructor has run and before its weights are loaded; `defragment`, `_set_fp16_partitioned_groups_flat` and
+    `_create_param_groups_fp16_flat_cpu_memory` (runtime/zero/stage3.py), which know one dtype.
     """
     from deepspeed.runtime.zero import stage3
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
     optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
@@ -114,19 +111,6 @@ def _keep_them_at_stage_3() -> None:
                     p.ds_tensor.data = p.ds_tensor.data.float()
                     if p.ds_secondary_tensor is not None:  # hpZ's
                         p.ds_secondary_tensor.data = p.ds_secondary_tensor.data.float()
-
-    @replaces(DeepSpeedZeRoOffload, "mark_persistent_parameters")
-    def mark_persistent_parameters(mark, self, *arguments):
-        persistent = mark(self, *arguments)
-        dtypes = [p.ds_tensor.dtype for p in persistent]
-        if len(set(dtypes)) < 2:
-            return persistent
-        kept = []
-        for p, dtype in zip(persistent, dtypes, strict=True):
-            p.ds_persist = dtype != torch.float32
-            if p.ds_persist:
-                kept.append(p)
-        return kept
 
     @replaces(stage3, "defragment")
     def defragment(defragment_all, tensors):
