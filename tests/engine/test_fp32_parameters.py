@@ -59,7 +59,8 @@ def expected(two, recipe, tmp_path_factory) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["zero0", "zero1", "zero2", "zero3", grid("zero2_offload"), "zero3_offload", grid("zero3_hpz"), grid("fsdp2")]
+    "strategy",
+    ["zero0", "zero1", "zero2", "zero3", grid("zero2_offload"), "zero3_offload", grid("zero3_hpz"), grid("fsdp2")],
 )
 def test_what_is_not_trained_is_saved_as_it_was_loaded(two, recipe, expected, tmp_path, strategy):
     losses = run(two, recipe, strategy, tmp_path, "--learning_rate", "0")["loss_history"]
@@ -76,9 +77,13 @@ def kept_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if is_kept(name)}
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", grid("zero2_offload"), grid("zero3_offload")])
 def test_they_train_in_fp32_and_a_resumed_run_goes_on_with_their_bits(two, recipe, tmp_path, strategy):
-    """Of DDP's losses. A router trains, its frozen bias does not."""
+    """Of DDP's losses. A router trains, its frozen bias does not.
+
+    With offload to the last bits but a few: DeepSpeedCPUAdam multiplies the powers of its betas from step to step, and
+    computes them anew in a resumed run (0.19.8, csrc/includes/cpu_adam.h).
+    """
     words = ["--learning_rate", "1e-3", "--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2"]
     whole = run(two, recipe, strategy, tmp_path / "whole", *words)
     ddp = run(two, recipe, "ddp", tmp_path / "ddp", *words, "--save_model", "false", "--save_strategy", "no")
@@ -89,9 +94,10 @@ def test_they_train_in_fp32_and_a_resumed_run_goes_on_with_their_bits(two, recip
         assert torch.equal(tensor, before[name]) == name.endswith("bias")
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
     resumed = run(two, recipe, strategy, tmp_path / "resumed", *words, "--resume_from_checkpoint", "true")
-    assert resumed["loss_history"] == whole["loss_history"]
+    offloads = strategy.endswith("offload")
+    assert resumed["loss_history"] == pytest.approx(whole["loss_history"], abs=1e-5 if offloads else 0, rel=0)
     for name, tensor in kept_in(tmp_path / "resumed").items():
-        assert torch.equal(tensor, after[name])
+        assert torch.allclose(tensor, after[name], rtol=0, atol=1e-5 if offloads else 0)
 
 
 @pytest.mark.grid
