@@ -18,7 +18,7 @@ from zero_recipes.core.files import NAMES
 from zero_recipes.core.findings import Refusal, finding, library_error_as_finding, raise_errors, refusal
 from zero_recipes.engine.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
-from zero_recipes.engine.patches import keep_4bit_layout, let_inputs_have_gradients
+from zero_recipes.engine.patches import freeze_as_the_class_does, keep_4bit_layout, let_inputs_have_gradients
 
 
 def load_config(settings: Settings) -> PretrainedConfig:
@@ -111,6 +111,7 @@ def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
         draw_weights(model, settings.seed)
     else:
         _refuse_keys(report, name, settings.allow_keys)
+        freeze_as_the_class_does(model, build_on_meta(config, settings.trust_remote_code))
         if _quantization(settings, config) is not None:
             keep_4bit_layout(model)
     let_inputs_have_gradients(model, settings)

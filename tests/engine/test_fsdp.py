@@ -3,14 +3,19 @@
 from math import prod
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, Qwen3Config
 
 from tests.helpers import cases, family_cases
 from tests.helpers.seeded import grid
 from tests.helpers.state_terms import fsdp2_terms
-from tests.helpers.tiny import arguments, named, write_recipe
+from tests.helpers.tiny import arguments, llama_config, named, write_recipe
 
 FSDP = ["--fsdp", "true"]
+SIZES = {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 101, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0}
+SIZES |= {"pad_token_id": 1}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +75,50 @@ def test_transformers_alone_would_save_other_names(two, tmp_path):
     argv = arguments(recipe, "fsdp2", tmp_path / "out")
     two.run(cases.train, argv=argv, left_out="zero_recipes.engine.fsdp.keep_names_of_the_file")
     assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
+
+
+CONFIGS = {
+    "llama": llama_config(),
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False),
+    "gpt_neox": GPTNeoXConfig(**SIZES, hidden_dropout=0.0, attention_dropout=0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def trained_head(tmp_path_factory):
+    """Recipes of an adapter with an LM head that is trained whole, on rows of very uneven length."""
+    recipes = {}
+    for name, config in CONFIGS.items():
+        path = tmp_path_factory.mktemp(name)
+        target = "query_key_value" if name == "gpt_neox" else "q_proj"
+        keys = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": [target]}
+        keys |= {"lora_modules_to_save": ["lm_head"], "bf16": False, "learning_rate": 0.05, "max_grad_norm": 0.0}
+        recipes[name] = write_recipe(path, **keys, random_weights=False, warmup_steps=0)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path / "model")
+    return recipes
+
+
+def losses_and_norms(two, recipe, strategy: str, out, case=cases.train, *words: str) -> list[float]:
+    metrics = two.run(case, argv=arguments(recipe, strategy, out, *words))[0]["metrics"]
+    return metrics["loss_history"] + metrics["grad_norm_history"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("accumulation", [1, grid(2)])
+def test_the_gradient_of_a_trained_head_is_that_of_all_rows(two, trained_head, tmp_path, name, accumulation):
+    words = ["--gradient_accumulation_steps", str(accumulation)]
+    ddp = losses_and_norms(two, trained_head[name], "ddp", tmp_path / "ddp", cases.train, *words)
+    fsdp2 = losses_and_norms(two, trained_head[name], "fsdp2", tmp_path / "fsdp2", cases.train, *words)
+    assert fsdp2 == pytest.approx(ddp, rel=1e-4)
+
+
+@pytest.mark.private
+def test_accelerate_alone_does_not_reduce_it(two, trained_head, tmp_path):
+    """Fails when a fused LM head in an adapter is right: then remove patches.gather_head_with_the_final_norm."""
+    ddp = losses_and_norms(two, trained_head["llama"], "ddp", tmp_path / "ddp")
+    case = family_cases.train_as_accelerate_groups
+    assert losses_and_norms(two, trained_head["llama"], "fsdp2", tmp_path / "fsdp2", case)[3] > 1.1 * ddp[3]
 
 
 @pytest.mark.private

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.conftest import STRATEGIES
 from tests.helpers import cases
 from tests.helpers.seeded import grid
-from tests.helpers.tiny import arguments, llama_config, weights_apart, write_recipe, write_rows
+from tests.helpers.tiny import ROOT, arguments, llama_config, weights_apart, write_recipe, write_rows
 from zero_recipes.checks.capacity import checkpoint_bytes, read_at_resume
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
@@ -93,3 +94,55 @@ def test_a_tied_head_is_saved_once(two, tmp_path, strategy):
         assert saved.keys() == before.keys() and "lm_head.weight" not in saved
         assert verify(folder)["tensors"] == len(before)
     assert not torch.equal(saved["model.embed_tokens.weight"], before["model.embed_tokens.weight"]), "it has trained"
+
+
+TURNS = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def new_tokens(tmp_path_factory):
+    """A recipe of an adapter on a Llama with the chat template of another tokenizer: TRL adds its tokens, trains their
+    embeddings, and the LM head as a whole."""
+    folder = tmp_path_factory.mktemp("tokens")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = TURNS
+    tokenizer.save_pretrained(folder / "tokenizer")
+    turns = [
+        [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": "moss " * i}] for i in range(1, 9)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in turns))
+    keys = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": ["q_proj"], "bf16": False}
+    keys |= {"chat_template_path": str(folder / "tokenizer"), "max_steps": 2, "random_weights": False}
+    keys |= {"dataset_name": str(folder / "rows.jsonl"), "dataset_format": None, "save_model": True}
+    path = write_recipe(folder, **keys, max_grad_norm=0.0)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(llama_config(vocab_size=size)).save_pretrained(folder / "model")
+    return path
+
+
+@pytest.mark.parametrize("strategy", [grid("ddp"), grid("zero2"), "fsdp2"])
+def test_an_adapter_with_new_tokens_has_each_weight_once(two, new_tokens, tmp_path, strategy):
+    """And is what it was for PEFT, which reads no more of it than this."""
+    argv = arguments(new_tokens, strategy, tmp_path / "out")
+    two.run(cases.train, argv=argv)
+    left_out = "zero_recipes.engine.patches.trained_modules_saved_once"
+    two.run(cases.train, argv=arguments(new_tokens, strategy, tmp_path / "peft"), left_out=left_out)
+    saved, by_peft = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "peft"))
+    size = len(AutoTokenizer.from_pretrained(tmp_path / "out"))
+    ends = {name for name in saved if "layers" not in name}
+    embedding = "base_model.model.model.embed_tokens.token_adapter"
+    wanted = {
+        f"{embedding}.base_layer.weight",
+        f"{embedding}.trainable_tokens_delta",
+        "base_model.model.lm_head.weight",
+    }
+    assert ends == wanted and saved["base_model.model.lm_head.weight"].shape[0] == size
+    assert {"base_model.model.lm_head.modules_to_save.weight"} < by_peft.keys() - saved.keys(), "PEFT: remove the patch"
+    logits = []
+    for name in ("out", "peft"):
+        base = AutoModelForCausalLM.from_pretrained(new_tokens.parent / "model", dtype=torch.float32)
+        base.resize_token_embeddings(size, mean_resizing=False)
+        logits.append(PeftModel.from_pretrained(base, tmp_path / name)(torch.arange(2, 40)[None]).logits)
+    assert torch.equal(*logits)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import deepspeed
 import torch
+from accelerate.utils import fsdp_utils
 from deepspeed import comm
 from deepspeed.ops import op_builder
 from deepspeed.runtime.comm import coalesced_collectives
@@ -19,8 +20,8 @@ from deepspeed.utils import groups
 import run_sft
 from tests.helpers import quantizer_on_cpu
 from tests.helpers.cases import train
-from tests.helpers.tools import before, without_rules
-from zero_recipes.engine import fsdp
+from tests.helpers.tools import before, without, without_rules
+from zero_recipes.engine import fp32_parameters, fsdp
 from zero_recipes.engine.deepspeed import packed_weights
 from zero_recipes.engine.nvme import SWAPPED
 from zero_recipes.engine.patches import patch_quantized_gradients
@@ -167,3 +168,17 @@ def sha256_of(weights: list) -> str:
             whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
             digest.update(whole.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def train_as_deepspeed_casts(argv: list[str]) -> dict:
+    """`train` with every parameter in the training dtype, whatever the model's class keeps in fp32."""
+    with mock.patch.object(fp32_parameters, "fp32_parameters", lambda *_: ()):
+        return train(argv)
+
+
+def train_as_accelerate_groups(argv: list[str]) -> dict:
+    """`train` under FSDP2 without the final norm of a model inside an adapter."""
+    find = getattr(fsdp_utils._find_final_norm, "unpatched", fsdp_utils._find_final_norm)
+    left_out = without("zero_recipes.engine.patches.gather_head_with_the_final_norm")
+    with left_out, mock.patch.object(fsdp_utils, "_find_final_norm", find):
+        return train(argv)

@@ -1,5 +1,6 @@
 """What `zero-recipes export` writes is the adapter on its base, under the base's names."""
 
+import json
 import os
 import re
 import shutil
@@ -8,10 +9,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
-from tests.helpers.tiny import ROOT, write_llama
+from tests.helpers.tiny import ROOT, llama_config, write_llama, write_rows
+from zero_recipes.checkpoint.save import write_checksums
 from zero_recipes.data.forms import alpaca_prompt
+from zero_recipes.engine.patches import keep_4bit_layout
 from zero_recipes.metrics.read_runs import SampleRow
 from zero_recipes.tools import export
 from zero_recipes.tools.main import main
@@ -82,6 +85,7 @@ def test_the_prompts_of_the_command_line_count(adapter, monkeypatch):
     taken = []
     monkeypatch.setattr(export, "_merged", lambda model, target, tokenizer, prompt: taken.append(prompt) or model)
     monkeypatch.setattr(export.ask, "load", lambda *_: None)
+    monkeypatch.setattr(export.losses, "mean_loss", lambda *_: 0.0)
     monkeypatch.setattr(export, "_agree_on_the_end", lambda *_: (_ for _ in ()).throw(export.NotExported("enough")))
     (adapter / "samples.jsonl").write_text(SampleRow(prompt="of the run", scores_before={}).model_dump_json() + "\n")
     rows = adapter.parent / "mine.jsonl"
@@ -89,6 +93,101 @@ def test_the_prompts_of_the_command_line_count(adapter, monkeypatch):
     for number, words in enumerate(([], ["--sample_prompts", str(rows)])):
         assert main(["export", str(adapter), "--output_dir", str(adapter.parent / str(number)), *words]) == 1
     assert taken == ["of the run", "of mine"]
+
+
+@pytest.fixture
+def qlora(tmp_path):
+    """A QLoRA adapter of a run, on a base whose outliers make its 4-bit weights others."""
+    pytest.importorskip("bitsandbytes")
+    base, folder, rows = write_llama(tmp_path / "base"), tmp_path / "qlora", write_rows(tmp_path / "rows", count=12)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("proj.weight"):
+                p.mul_(5)[::9, ::11] *= 30
+    model.save_pretrained(base)
+    AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(base)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(model, lora).save_pretrained(folder)
+    recipe = {
+        "model_name_or_path": str(base),
+        "dataset_name": str(rows),
+        "dataset_format": "alpaca",
+        "dtype": "float32",
+    }
+    recipe |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_peft": True, "max_length": 64}
+    (folder / "recipe.resolved.yaml").write_text(json.dumps(recipe))
+    write_checksums(folder)
+    return folder
+
+
+def losses_printed(text: str) -> tuple[float, float]:
+    """(of the run's model, of the exported one)."""
+    found = re.search(r"loss on 8 rows of the split 'test': ([\d.]+) of the run's model, ([\d.]+) of", text)
+    return float(found[1]), float(found[2])
+
+
+def test_a_qlora_adapter_is_merged_into_what_it_was_trained_on(qlora, capsys):
+    """The other merge is another model, and it is said by how much."""
+    trained = AutoModelForCausalLM.from_pretrained(
+        qlora.with_name("base"),
+        dtype=torch.float32,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        ),
+    )
+    keep_4bit_layout(trained)
+    ids = torch.arange(2, 40)[None]
+    expected = PeftModel.from_pretrained(trained, qlora)(ids).logits
+    gaps = {}
+    for merge in (None, "base"):
+        out = qlora.with_name(f"out-{merge}")
+        words = ["--merge_into", merge] if merge else []
+        assert main(["export", str(qlora), "--output_dir", str(out), *words]) == 0
+        printed = capsys.readouterr()
+        of_run, exported = losses_printed(printed.out)
+        gaps[merge] = abs(exported - of_run)
+        assert ("ZR908" in printed.err) == (merge == "base")
+        logits = AutoModelForCausalLM.from_pretrained(out)(ids).logits
+        is_same = torch.allclose(logits, expected, rtol=1e-3, atol=1e-3)
+        assert is_same == (merge is None)
+    assert gaps[None] < 1e-3 and gaps["base"] > 0.01
+
+
+def test_what_was_not_quantized_has_no_such_weights(adapter, capsys):
+    assert main(["export", str(adapter), "--merge_into", "dequantized"]) == 2
+    assert "ZR907" in capsys.readouterr().err and not adapter.with_name("lora-export").exists()
+
+
+def test_an_exported_model_with_another_loss_is_not_to_be_used(adapter, monkeypatch, capsys):
+    """The files are read back: what is lost in them counts."""
+    agree = export._agree_on_the_end
+
+    def spoil(model, *rest):
+        agree(model, *rest)
+        torch.nn.init.zeros_(model.get_output_embeddings().weight)
+
+    monkeypatch.setattr(export, "_agree_on_the_end", spoil)
+    (adapter / "samples.jsonl").write_text(
+        SampleRow(prompt="Name a fish.", reference="A fish is in the cave.", scores_before={}).model_dump_json() + "\n"
+    )
+    assert main(["export", str(adapter)]) == 1
+    assert "is not to be used: its loss is" in capsys.readouterr().err
+
+
+def test_a_head_trained_beside_tied_embeddings_is_kept(tmp_path, capsys):
+    torch.manual_seed(0)
+    base, folder = tmp_path / "base", tmp_path / "lora"
+    AutoModelForCausalLM.from_config(llama_config(tie_word_embeddings=True)).save_pretrained(base)
+    AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(base)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+    torch.nn.init.normal_(tuned.get_output_embeddings().weight)
+    tuned.save_pretrained(folder)
+    assert main(["export", str(folder)]) == 0
+    ids = torch.arange(2, 40)[None]
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "lora-export")(ids).logits
+    torch.testing.assert_close(whole, tuned(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.grid

@@ -8,10 +8,11 @@ import functools
 import importlib.util
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from huggingface_hub import constants, get_token
 from transformers import PreTrainedModel
 
@@ -21,8 +22,10 @@ from zero_recipes.config.run import Run
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.data.audit import RowKeys
+from zero_recipes.engine.fp32_parameters import fp32_parameters
+from zero_recipes.engine.fsdp import has_final_norm
 from zero_recipes.engine.huggingface import attention_kernel
-from zero_recipes.model import built_or_none, packed_share
+from zero_recipes.model import adapter_config, built_or_none, packed_share
 
 # the texts of rules that are no more than a condition, and tables of values
 options = partial(package_yaml, __package__, "options.yaml")
@@ -63,6 +66,9 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     if run.config is not None and _frozen_in_float32(run):
         yield finding("ZR417")
     yield from sequence_parallelism(run)
+    yield from rounded_parameters(run)
+    if run.strategy.is_fsdp and run.world_size > 1:
+        yield from trained_heads(run)
 
 
 def _frozen_in_float32(run: Run) -> bool:
@@ -192,6 +198,49 @@ def packs_without_mask(settings: Settings, precision: str, kind: str | None) -> 
     if precision == "fp32" or settings.torch_compile:
         return False
     return settings.attn_implementation in ("sdpa", None) and kind in told_where_rows_begin()
+
+
+def rounded_parameters(run: Run) -> Iterator[Finding]:
+    """Of those that the model's class keeps in fp32 (engine/fp32_parameters.py)."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
+    model = bare_model(run)
+    if dtype is None or model is None:
+        return
+    kept = list(fp32_parameters(model, dtype))
+    trained = [] if run.settings.use_peft else [(name, p) for name, p in kept if p.requires_grad]
+    if kept and run.strategy.is_fsdp:
+        yield finding("ZR434", names=_by_layer(kept), precision=run.precision)
+    if trained and run.ds.bf16_masters:
+        yield finding("ZR435", names=_by_layer(trained))
+    if kept and run.ds.offload_param == "nvme":
+        yield finding("ZR436", names=_by_layer(kept), precision=run.precision)
+
+
+def _by_layer(parameters: Iterable[tuple[str, Any]]) -> str:
+    """Their names, with * for the number of a layer."""
+    return ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name, _ in parameters}))
+
+
+def trained_heads(run: Run) -> Iterator[Finding]:
+    """LM heads whose gradient FSDP2 would not reduce, or that it cannot shard."""
+    model = bare_model(run)
+    if model is None or model.get_output_embeddings() is None:
+        return
+    settings = run.settings
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    is_tied = head.weight is embedding.weight
+    if settings.use_peft:
+        saved = adapter_config(settings).modules_to_save or []
+        trained = [name for name, module in model.named_modules() if module in (head, embedding)]
+        trained = [name for name in trained if any(f".{name}".endswith(f".{key}") for key in saved)]
+        if is_tied and trained:
+            yield finding("ZR438", name=", ".join(trained))
+            return
+        if head not in [model.get_submodule(name) for name in trained] and not settings.clones_tokenizer:
+            return
+    if not is_tied and not has_final_norm(model):
+        yield finding("ZR437", kind=type(model).__name__)
 
 
 def packing(run: Run) -> Iterator[Finding]:

@@ -57,6 +57,16 @@ def keep_names_of_the_file(model: PreTrainedModel) -> None:
     model._weight_conversions = renamings or None
 
 
+def has_final_norm(model: PreTrainedModel) -> bool:
+    """Whether accelerate finds the norm that the LM head is gathered with. `model`: without an adapter.
+
+    Private: `_find_final_norm` (accelerate 1.15, utils/fsdp_utils.py).
+    """
+    from accelerate.utils import fsdp_utils
+
+    return fsdp_utils._find_final_norm(model) is not None
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part; all of it unless FSDP2 shards it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -22,6 +22,8 @@ from zero_recipes.engine.deepspeed import is_partitioned, set_adam_step, whole_s
 
 def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
     """Call it before DeepSpeed builds its engine. `ddp_timeout`: seconds."""
+    if strategy.is_fsdp:
+        gather_head_with_the_final_norm()
     if not strategy.is_deepspeed:
         return
     patch_timeouts(ddp_timeout)
@@ -60,6 +62,24 @@ def replaces(owner: Any, name: str) -> Callable:
     return put_in_place
 
 
+def gather_head_with_the_final_norm() -> None:
+    """FSDP2: accelerate finds the final norm of a model inside an adapter too.
+
+    Private: `_find_final_norm` (accelerate 1.15, utils/fsdp_utils.py).
+    accelerate makes one group of final norm and LM head, which is gathered when the norm is called. It looks for the
+    norm among the children of `model.<base_model_prefix>`: of PEFT's model of a Llama that is the whole Llama, which
+    has none. The LM head becomes a group of its own, and stays sharded: TRL's fused head (1.16, trainer/utils.py
+    `add_fused_lm_head`) reads its weight and never calls it. DTensor.full_tensor takes the gradient for one that is
+    the same on all ranks: each rank's part of a trained head's gradient would be of its own rows alone.
+    """
+    from accelerate.utils import fsdp_utils
+    from peft import PeftModel
+
+    @replaces(fsdp_utils, "_find_final_norm")
+    def find_final_norm(find, model):
+        return find(model.get_base_model() if isinstance(model, PeftModel) else model)
+
+
 def fresh_adam_at_stage_0(optimizer) -> None:
     """Undo the step that DeepSpeed takes before training, at stage 0 in bf16 or fp16.
 
@@ -93,6 +113,19 @@ def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
         model.load_state_dict(whole.state_dict())
 
 
+def freeze_as_the_class_does(model: PreTrainedModel, of_the_class: PreTrainedModel) -> None:
+    """Freeze what the model's class freezes. `of_the_class`: the same model from its config, on the meta device.
+
+    Private: `set_param_for_module` (transformers 5.23, core_model_loading.py).
+    from_pretrained makes every parameter anew with `requires_grad=True`: a router's bias that its class freezes
+    (ERNIE-4.5-MoE) would be given to the optimizer. Not at stage 3, which copies values into the class's parameters.
+    """
+    frozen = {name for name, p in of_the_class.named_parameters() if not p.requires_grad}
+    for name, p in model.named_parameters():
+        if name in frozen:
+            p.requires_grad_(False)
+
+
 def without_aliases(
     model: torch.nn.Module, state_dict: dict[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor] | None:
@@ -110,6 +143,31 @@ def without_aliases(
         if alias in state_dict and source in state_dict and torch.equal(state_dict[alias], state_dict[source]):
             del kept[alias]
     return kept
+
+
+@contextlib.contextmanager
+def trained_modules_saved_once() -> Iterator[None]:
+    """An adapter's file has the modules of modules_to_save once, under the name by which PEFT loads them.
+
+    Private: `get_peft_model_state_dict` as `PeftModel.save_pretrained` calls it (PEFT 0.21, peft_model.py; from
+    utils/save_and_load.py). Where the vocabulary has grown, it adds all that is below the embeddings and the LM head:
+    of a trained head also PEFT's own copy, which no loading reads, and the frozen one, which is the base model's.
+    """
+    from peft import peft_model
+
+    whole = peft_model.get_peft_model_state_dict
+
+    def once(*arguments, **keywords):
+        tensors = whole(*arguments, **keywords)
+        kept = {}
+        for name, tensor in tensors.items():
+            own = name.replace(".modules_to_save.", ".").replace(".original_module.", ".")
+            if own == name or own not in tensors:
+                kept[name] = tensor
+        return kept
+
+    with patch.object(peft_model, "get_peft_model_state_dict", once):
+        yield
 
 
 @contextlib.contextmanager

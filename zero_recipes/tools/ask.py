@@ -30,6 +30,7 @@ RECIPE = "recipe.resolved.yaml"
 SAMPLES = "samples.jsonl"
 ADAPTER_CONFIG = "adapter_config.json"
 NO_BASE = "none"  # --base none: the model alone
+QUANTIZED = ("load_in_4bit", "load_in_8bit")
 
 
 def ask(arguments: argparse.Namespace) -> int:
@@ -67,6 +68,11 @@ class Target:
     recipe: Recipe  # the run's own, or TRL's defaults
     settings: Settings  # of one process
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether an adapter was trained on weights in 4 or 8 bits."""
+        return self.is_adapter and any(getattr(self.settings, key) for key in QUANTIZED)
+
 
 def find_target(folder: Path, base: str | None, overrides: list[str], trust_remote_code: bool = False) -> Target:
     """Check the model in `folder` and find its run's recipe. No weight is read.
@@ -83,7 +89,10 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
     except NotWhole as error:
         raise refusal("ZR787", folder=folder, error=first_line(error)) from error
     recipe, is_ours = _recipe_of(folder, overrides, is_adapter)
-    settings = recipe.settings.replace(**tables()["one_process"], trust_remote_code=trust_remote_code)
+    of_one_process = tables()["one_process"] | {"trust_remote_code": trust_remote_code}
+    if is_adapter:  # it was trained on these weights
+        of_one_process |= {key: getattr(recipe.settings, key) for key in QUANTIZED}
+    settings = recipe.settings.replace(**of_one_process)
     name = base
     if base == NO_BASE:
         name = None
@@ -127,23 +136,36 @@ def load_tokenizer(target: Target) -> Tokenizer:
     return tokenizer
 
 
-def load(target: Target, tokenizer: Tokenizer, device: str, base_in: str | None = None) -> PreTrainedModel:
+def load(
+    target: Target, tokenizer: Tokenizer, device: str, base_in: str | None = None, merge_into: str | None = None
+) -> PreTrainedModel:
     """The model as it is saved, or its base in the dtype `base_in`, with a row for each of the model's tokens.
 
-    An adapter's base has the dtype of the recipe.
+    An adapter's base has the dtype of the recipe, and is quantized as in training.
+    `merge_into`: instead of quantized weights, "dequantized": what they stand for; "base": those that were quantized.
     """
     settings = target.settings
     name = target.base if base_in or target.is_adapter else str(target.folder)
     keywords = dict(settings.model_init_kwargs or {})
     for key in ("dtype", "torch_dtype", "device_map", "quantization_config"):
         keywords.pop(key, None)
+    is_quantized = target.is_quantized and merge_into != "base"
+    if is_quantized:
+        keywords["device_map"] = {"": device}  # it stays where it is loaded
+    else:
+        settings = settings.replace(**dict.fromkeys(QUANTIZED, False))
     settings = settings.replace(model_init_kwargs=keywords or None)
     if name != settings.model_name_or_path:  # not what the run began with
-        other = {"model_name_or_path": name, "model_revision": "main", "random_weights": False, "dtype": "auto"}
+        other = {"model_name_or_path": name, "model_revision": "main", "random_weights": False}
+        if not is_quantized or settings.dtype is None:
+            other["dtype"] = "auto"
         settings = settings.replace(**other)
     if base_in:
         settings = settings.replace(dtype=base_in)
     model = load_model(load_config(settings), settings)
+    if is_quantized and merge_into == "dequantized":
+        model = model.dequantize()
+        is_quantized = False
     grows = False
     if base_in:
         grows = len(tokenizer) > model.get_input_embeddings().weight.shape[0]
@@ -157,7 +179,7 @@ def load(target: Target, tokenizer: Tokenizer, device: str, base_in: str | None 
 
         with library_error_as_finding(f"loading {target.folder} on its base model"):
             model = PeftModel.from_pretrained(model, str(target.folder))
-    return model.to(device).eval()
+    return model.eval() if is_quantized else model.to(device).eval()
 
 
 def read_questions(target: Target, tokenizer: Tokenizer) -> list[Sample]:

@@ -19,10 +19,10 @@ import transformers
 
 from zero_recipes.checkpoint.save import compare_with_class, write_checksums
 from zero_recipes.config.recipe import named_on
-from zero_recipes.core.findings import RunFailed, ending, refusal
+from zero_recipes.core.findings import RunFailed, ending, finding, refusal
 from zero_recipes.metrics import schema
-from zero_recipes.metrics.read_runs import read_samples
-from zero_recipes.tools import ask
+from zero_recipes.metrics.read_runs import SampleRow, read_samples
+from zero_recipes.tools import ask, losses
 from zero_recipes.training.card import write_card
 
 CONVERTER = "convert_hf_to_gguf.py"
@@ -33,6 +33,10 @@ BOUND_OF_16_BITS = 0.05
 PROMPTS = 8
 PROMPT = "Tell me a short story."  # of a model without samples
 TOKENS = 32  # of an answer
+# what an adapter on quantized weights is merged into
+DEQUANTIZED = "dequantized"
+BASE = "base"
+MERGES = {DEQUANTIZED: "dequantized weights that it was trained on", BASE: "base model before it was quantized"}
 PLACES = 4096
 
 
@@ -49,14 +53,29 @@ def export(arguments: argparse.Namespace) -> int:
     out = arguments.output_dir or folder.with_name(f"{folder.name}-export")
     if out.exists() and any(out.iterdir()):
         raise refusal("ZR902", out=out)
+    if arguments.merge_into == DEQUANTIZED and not target.is_quantized:
+        raise refusal("ZR907", model=arguments.model)
+    merge_into = arguments.merge_into or (DEQUANTIZED if target.is_quantized else BASE)
     tokenizer = ask.load_tokenizer(target)
     llama_cpp = _find_converter(arguments.llama_cpp) if arguments.gguf else None
+    texts = read_samples(target.folder / ask.SAMPLES)[:PROMPTS] or [SampleRow(prompt=PROMPT, scores_before={})]
+    rows = None
     if "sample_prompts" in named_on(arguments.overrides, ()):
-        prompts = [sample.prompt for sample in ask.read_questions(target, tokenizer)]
+        questions = ask.read_questions(target, tokenizer)
+        prompts = [sample.prompt for sample in questions]
+        rows = losses.of_samples(questions)
     else:
-        prompts = [row.prompt for row in read_samples(target.folder / ask.SAMPLES)[:PROMPTS]] or [PROMPT]
-    model = _merged(ask.load(target, tokenizer, "cpu"), target, tokenizer, prompts[0])
+        prompts = [row.prompt for row in texts]
+    rows = rows or losses.rows_at_hand(target.settings, target.recipe.path, tokenizer, texts)
+    model = ask.load(target, tokenizer, "cpu")
+    loss_of_run = losses.mean_loss(model, tokenizer, rows)
+    if target.is_quantized:
+        del model  # memory need not hold both
+        model = ask.load(target, tokenizer, "cpu", merge_into=merge_into)
+        print(f"merging into the {MERGES[merge_into]}", flush=True)
+    model = _merged(model, target, tokenizer, prompts[0])
     _agree_on_the_end(model, tokenizer, target)
+    _untie_what_differs(model)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     compare_with_class(out, arguments.trust_remote_code)
@@ -65,6 +84,7 @@ def export(arguments: argparse.Namespace) -> int:
         write_card(target.folder, out)
     print(f"written: {out}, {str(model.dtype).removeprefix('torch.')}", flush=True)
     del model
+    _compare_losses(out, tokenizer, rows, loss_of_run, target, merge_into)
     files = [_convert(llama_cpp, kind, out) for kind in arguments.gguf]
     print(f"\nvllm serve {out}")
     if files:
@@ -87,6 +107,34 @@ def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:
     if not gap <= bound:  # nor NaN
         raise NotExported(ending("merged", folder=target.folder, gap=gap))
     return merged
+
+
+def _untie_what_differs(model: Any) -> None:
+    """A trained LM head beside the embedding that it was tied to: from_pretrained would tie them again."""
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    if head is not None and model.config.tie_word_embeddings and not torch.equal(head.weight, embedding.weight):
+        model.config.tie_word_embeddings = False
+
+
+def _compare_losses(
+    out: Path, tokenizer: Any, rows: losses.LossRows, expected: float, target: ask.Target, merge_into: str
+) -> None:
+    """Print the loss of the run's model and that of the files in `out`.
+
+    Raises NotExported if they differ, unless the user has chosen to merge into other weights than were trained on.
+    """
+    trust = target.settings.trust_remote_code
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto", trust_remote_code=trust).eval()
+    loss = losses.mean_loss(model, tokenizer, rows)
+    shown = f"{expected:.4f} of the run's model, {loss:.4f} of {out.name} ({loss - expected:+.4f})"
+    print(f"loss on {len(rows.samples)} rows of {rows.source}: {shown}", flush=True)
+    if losses.is_close(loss, expected, model.dtype):
+        return
+    if target.is_quantized and merge_into == BASE:
+        print(finding("ZR908", loss=loss, expected=expected, model=target.folder), file=sys.stderr, flush=True)
+    else:
+        raise NotExported(ending("other_loss", folder=out, loss=loss, expected=expected))
 
 
 def _agree_on_the_end(model: Any, tokenizer: Any, target: ask.Target) -> None:

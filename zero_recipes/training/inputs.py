@@ -20,6 +20,7 @@ from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
 from zero_recipes.engine import attention, fsdp, patches
 from zero_recipes.engine.cpu_products import multiply_in_fp32
+from zero_recipes.engine.fp32_parameters import keep_parameters_in_fp32
 from zero_recipes.engine.group import once
 from zero_recipes.engine.huggingface import attention_name
 from zero_recipes.metrics.schema import PredictedMetrics
@@ -71,6 +72,8 @@ def _set_up_libraries(run: Run, arguments: SFTConfig) -> None:
     if "logging_nan_inf_filter" not in run.explicit:
         arguments.logging_nan_inf_filter = False  # it waits for the loss of each micro batch
     patches.patch_libraries(run.strategy, settings.ddp_timeout)
+    if run.strategy.is_deepspeed:
+        keep_parameters_in_fp32()
     patches.score_supervised_positions_only(settings.supervised_logits_only)
     if arguments.torch_compile and run.stage == 3:
         patches.compile_by_layers()

@@ -36,6 +36,7 @@ from zero_recipes.data.samples import Sample
 from zero_recipes.engine import fsdp, patches
 from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.deepspeed import is_partitioned, set_masters
+from zero_recipes.engine.fp32_parameters import keep_parameters_in_fp32
 from zero_recipes.engine.group import agree, once, rank_0_writes
 from zero_recipes.engine.huggingface import rows_are_cut, without_deepspeed_announcement
 from zero_recipes.metrics.callback import StageMetricsCallback
@@ -130,6 +131,8 @@ class ZeroSFTTrainer(SFTTrainer):
         self.stage_metrics.identify(self.args, self.model)
         if is_library:
             patches.patch_libraries(self.stage_metrics.strategy, self.args.ddp_timeout)
+            if self.stage_metrics.strategy.is_deepspeed:
+                keep_parameters_in_fp32()
             if self.args.device.type == "cpu":
                 multiply_in_fp32()
         self.token_metrics = TokenMetrics(self, self.extras.token_metrics)
@@ -468,7 +471,8 @@ class ZeroSFTTrainer(SFTTrainer):
                 self.create_model_card()
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        super()._save(output_dir, patches.without_aliases(self.model, state_dict))
+        with patches.trained_modules_saved_once():
+            super()._save(output_dir, patches.without_aliases(self.model, state_dict))
 
     def _save_checkpoint(self, model, trial) -> None:
         """With the run's history and a manifest. None of weights that are not finite: it would push out the last one
