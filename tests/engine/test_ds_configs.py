@@ -26,7 +26,7 @@ BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
     "stage, keys",
     [
         (3, {"gradient_accumulation_steps": 3, "max_grad_norm": 0.7}),
-        grid(2, {"max_steps": -1, "num_train_epochs": 0.1, "gradient_accumulation_steps": 2, "warmup_steps": 2}),
+        grid(2, {"max_steps": -1, "num_train_epochs": 0.2, "gradient_accumulation_steps": 2, "warmup_steps": 2}),
     ],
 )
 def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_path, stage, keys):

@@ -5,16 +5,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from transformers import get_scheduler
-
 from zero_recipes.checkpoint.save import NotWhole, read_manifest
+from zero_recipes.checks.schedule import schedule_findings, schedule_of
+from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.recipe import Settings, steps_by_epochs
+from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.files import package_yaml
-from zero_recipes.core.findings import Finding, Refusal, first_line, refusal
+from zero_recipes.core.findings import (
+    Finding,
+    Refusal,
+    downgraded,
+    first_line,
+    ignored_codes,
+    raise_errors,
+    refusal,
+)
 from zero_recipes.core.units import percent
 from zero_recipes.data.prepare import rows_at_hand
 from zero_recipes.metrics.schema import Metrics
+from zero_recipes.model import size_of
 from zero_recipes.tools.verify import verify
 
 DATA = package_yaml(__package__, "rehearsal.yaml")
@@ -152,7 +161,7 @@ def verified(rehearsal: Rehearsal, ran: Runs) -> str:
 
 
 def scheduled(rehearsal: Rehearsal, _: Runs) -> str:
-    """The real job's learning rate arrives at its end with the last step, and not before."""
+    """The real job's learning rate reaches its peak, and arrives at its end with the last step."""
     settings = rehearsal.settings
     steps = settings.max_steps
     if steps <= 0:
@@ -160,20 +169,12 @@ def scheduled(rehearsal: Rehearsal, _: Runs) -> str:
         if isinstance(rows, str):
             return f"not judged: {rows}"
         steps = steps_by_epochs(rows.epoch, settings, rehearsal.replicas)
-    warmup = settings.warmup_steps
-    schedule = get_scheduler(
-        settings.lr_scheduler_type,
-        torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate),
-        num_warmup_steps=int(warmup) if warmup >= 1 else round(warmup * steps),
-        num_training_steps=steps,
-        scheduler_specific_kwargs=dict(settings.lr_scheduler_kwargs or {}),
-    )
-    if not hasattr(schedule, "lr_lambdas"):
-        return "not judged: by the loss"
-    factors = [schedule.lr_lambdas[0](step) for step in range(1, steps)]  # the first step may have 0, of a warm-up
-    idle = factors.count(0)
-    if idle > 1:
-        raise refusal("ZR868", idle=idle, steps=steps)
+    processes = rehearsal.replicas * settings.sequence_parallel_size
+    environment = launched_environment(rehearsal.config_file, processes)
+    strategy = resolve_strategy(settings, environment, size_of)
+    raise_errors(downgraded(list(schedule_findings(settings, strategy, steps)), ignored_codes(settings.ignore)))
+    if schedule_of(settings, strategy, steps) is None:
+        return "not judged: it has no peak of its own"
     return f"ends with step {steps:,}"
 
 
