@@ -25,7 +25,7 @@ from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes, library_error_as_finding
 from zero_recipes.core.host import Gpu, Host
 from zero_recipes.data.load import refuse_data_at_hand
-from zero_recipes.metrics.scores import load_metrics
+from zero_recipes.metrics.scores import load_metrics, metric_findings
 from zero_recipes.model import load_config, size_of
 
 DATA_KEYS = {"dataset_name", "datasets"}
@@ -101,7 +101,7 @@ class Preflight:
             run = Run(recipe, settings, explicit, strategy, device, self.environment, config)
             self.check_rules(run)
         self.check_objects(settings, strategy, config, device, recipe.path)
-        self.attempt(load_metrics, settings)
+        self.findings += metric_findings(self.attempt(load_metrics, settings) or {})
         checkpoint = self.check_folder(recipe, settings)
         if run is None:
             return None
