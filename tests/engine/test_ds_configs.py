@@ -118,7 +118,7 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0,
 SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL_TOWER |= {"image_size": 56, "patch_size": 14}
 QUICK = {"max_steps": 2, "max_length": 128, "global_batch_size": 2, "eval_strategy": "no", "save_strategy": "no"}
-QUICK |= {"sample_max_new_tokens": 2}
+QUICK |= {"sample_max_new_tokens": 2, "warmup_steps": 0}
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 
