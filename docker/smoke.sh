@@ -124,7 +124,7 @@ if inside make --dry-run demo | grep -q 'pip install'; then
 fi
 
 log "one process"
-short=(--max_steps 2 --eval_strategy no --sample_prompts 0)
+short=(--max_steps 2 --warmup_steps 0 --eval_strategy no --sample_prompts 0)
 inside python run_sft.py recipes/tiny.yaml "${short[@]}" --output_dir /workspace/output/smoke
 test -s "$volume/output/smoke/metrics.json"
 

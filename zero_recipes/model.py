@@ -15,7 +15,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from zero_recipes.config.ds_config import ModelSize
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import NAMES
-from zero_recipes.core.findings import Refusal, finding, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import Finding, Refusal, finding, library_error_as_finding, raise_errors, refusal
 from zero_recipes.engine.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
 from zero_recipes.engine.patches import freeze_as_the_class_does, keep_4bit_layout, let_inputs_have_gradients
@@ -127,6 +127,53 @@ def refuse_unknown_tokens(config: PretrainedConfig | None, settings: Settings, l
     size = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
     if size is not None and largest_id >= size and not settings.clones_tokenizer:
         raise refusal("ZR557", largest_id=largest_id, name=settings.model_name_or_path, size=size)
+
+
+def position_findings(config: PretrainedConfig, settings: Settings, longest: int) -> Iterator[Finding]:
+    """Of rows longer than the model's positions. `longest`: tokens of the longest that is trained on or evaluated."""
+    limit = position_limit(config)
+    if limit is None or longest <= limit:
+        return
+    about = {"longest": longest, "name": settings.model_name_or_path, "limit": limit}
+    model = built_or_none(config, settings.trust_remote_code)
+    if model is not None and has_position_table(model, limit):
+        yield finding("ZR175", **about)
+    else:
+        yield finding("ZR176", **about)
+
+
+def position_limit(config: PretrainedConfig) -> int | None:
+    """Positions that the model was made for; None where they have no end."""
+    text = config.get_text_config()
+    named = getattr(text, "max_position_embeddings", None)
+    if named is None or getattr(text, "alibi", False):
+        return None
+    limit = named
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]  # of each type of layer, or of all
+    for kind in kinds:
+        if kind.get("rope_type") == "dynamic":  # stretched as far as a row is long
+            return None
+        factor = kind.get("factor") or 1.0
+        original = kind.get("original_max_position_embeddings") or named
+        limit = max(limit, int(factor * original))
+    return limit
+
+
+def has_position_table(model: PreTrainedModel, limit: int) -> bool:
+    """Whether a vector is looked up for each position (GPT-2, OPT, GPT-J), which fails for one beyond the last.
+
+    Rotary and sinusoidal positions are computed for any. OPT's table has two rows more than positions.
+    """
+    tokens = model.get_input_embeddings()
+    for module in model.modules():
+        is_other = isinstance(module, torch.nn.Embedding) and module is not tokens
+        if is_other and limit <= module.num_embeddings <= limit + 2:
+            return True
+    for name, buffer in model.named_buffers():
+        if "pos" in name.rpartition(".")[2] and buffer.dim() == 2 and len(buffer) == limit:
+            return True
+    return False
 
 
 def rehearse_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:

@@ -26,7 +26,7 @@ BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
     "stage, keys",
     [
         (3, {"gradient_accumulation_steps": 3, "max_grad_norm": 0.7}),
-        grid(2, {"max_steps": -1, "num_train_epochs": 0.1, "gradient_accumulation_steps": 2, "warmup_steps": 2}),
+        grid(2, {"max_steps": -1, "num_train_epochs": 0.2, "gradient_accumulation_steps": 2, "warmup_steps": 2}),
     ],
 )
 def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_path, stage, keys):
@@ -118,7 +118,7 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0,
 SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL_TOWER |= {"image_size": 56, "patch_size": 14}
 QUICK = {"max_steps": 2, "max_length": 128, "global_batch_size": 2, "eval_strategy": "no", "save_strategy": "no"}
-QUICK |= {"sample_max_new_tokens": 2}
+QUICK |= {"sample_max_new_tokens": 2, "warmup_steps": 0}
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 

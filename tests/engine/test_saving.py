@@ -36,7 +36,7 @@ def test_model_and_samples_are_those_of_the_trained_one(trained, strategy):
     for row, other in zip(rows, others, strict=True):
         for key in ("scores_before", "scores_after"):
             assert row[key]["reference_loss"] == pytest.approx(other[key]["reference_loss"], rel=1e-2)
-        assert set(row) == {"prompt", "before", "after", "reference", "scores_before", "scores_after"}
+        assert set(row) == {"prompt", "before", "after", "reference", "scores_before", "scores_after", "errors"}
         assert set(row["scores_after"]) == {"exact_match", "token_f1", "reference_loss"}
         assert row["scores_after"]["reference_loss"] < row["scores_before"]["reference_loss"]
 

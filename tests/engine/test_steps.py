@@ -9,6 +9,7 @@ from tests.helpers.tiny import arguments, named, write_recipe, write_rows
 
 STEPS = 4
 QUICK = ["--eval_strategy", "no", "--sample_prompts", "null", "--save_model", "false", "--max_steps", str(STEPS)]
+QUICK += ["--ignore", "ZR174"]  # fewer steps than the recipe's warm-up
 
 
 # In fp32 only the order of sums differs. In bf16 another rounding of a gradient that is nearly zero changes the sign of

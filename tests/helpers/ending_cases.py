@@ -14,7 +14,7 @@ import torch
 import run_sft
 from tests.helpers.cases import train
 from tests.helpers.forget import forget_last_run
-from tests.helpers.tools import before
+from tests.helpers.tools import before, without_rules
 from zero_recipes import model as models
 from zero_recipes.core.findings import Finding, Preempted, Refusal, RunFailed
 from zero_recipes.core.process import rank as rank_here
@@ -34,6 +34,17 @@ def strict(text: str) -> Any:
 def ending(argv: list[str]) -> dict:
     """How a run ends on this rank: its error's type and message, metrics.json and the files of its folder."""
     return ending_of(run_sft.read_run(argv))
+
+
+def ending_without_rules(argv: list[str]) -> dict:
+    """`ending`, and what each evaluation has given."""
+    evaluated: list[list[str]] = []
+
+    def keep(_, metrics: dict[str, float], **__) -> None:
+        evaluated.append(sorted(metrics))
+
+    with without_rules(), before(trainer.ZeroSFTTrainer, "_determine_best_metric", keep):
+        return ending(argv) | {"evaluated": evaluated}
 
 
 def ending_of(run) -> dict:

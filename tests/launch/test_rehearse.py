@@ -21,12 +21,15 @@ from zero_recipes.config.accelerate import launch_key_findings, launched_environ
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.failure import not_begun
 from zero_recipes.metrics.schema import Failure
+from zero_recipes.metrics.scores import Metric
 from zero_recipes.tools import main as cli
 from zero_recipes.tools import sweep
 from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.plan.job import known_models
 from zero_recipes.tools.rehearse import launches, one_gpu, phases, small
 
+FSDP2 = ROOT / "accelerate_configs" / "fsdp2.yaml"
+RESUMING = ("kill", "resume", "resume on half")  # phases
 RUNS = ("longest", "whole", "killed", "resumed", "fewer")
 LORA = {"use_peft": True, "lora_target_modules": ["all-linear"]}
 
@@ -173,7 +176,7 @@ def test_a_planted_fault_is_found(tmp_path, monkeypatch, capsys, plant, phase, w
 
 
 def rehearsal_with(**keys) -> phases.Rehearsal:
-    return phases.Rehearsal(Path("r.yaml"), settings_with(**keys), 8, [], Path("zero2.yaml"), 2, None)
+    return phases.Rehearsal(Path("r.yaml"), settings_with(**keys), 8, [], ROOT / "zero2.yaml", 2, None)
 
 
 def left(folder: Path, weights: bytes = b"same", status: str = "ok", **known) -> phases.Ran:
@@ -255,9 +258,71 @@ def test_a_strategy_that_cannot_resume_on_fewer_ranks_is_no_fault(tmp_path, monk
     assert (row.result, row.detail) == ("left out", "ZR712")
 
 
-def test_without_checkpoints_nothing_is_killed(tmp_path, monkeypatch):
-    rows = results({name: left(tmp_path / name) for name in RUNS[:2]}, monkeypatch, save_only_model=True)
-    assert [name for name, row in rows.items() if row.result == "left out"] == ["kill", "resume", "resume on half"]
+@pytest.mark.parametrize(
+    "keys, about, reasons",
+    [
+        ({"save_only_model": True}, {}, dict.fromkeys(RESUMING, "save_only_model: nothing resumes")),
+        (
+            {"sequence_parallel_size": 2},
+            {},
+            dict.fromkeys(RESUMING, "sequence_parallel_size: nothing resumes (ZR254)"),
+        ),
+        ({}, {"ranks": 1}, {"resume on half": "one rank has no half"}),
+        (
+            {},
+            {"config_file": FSDP2},
+            {"resume on half": "FSDP2 needs two ranks (ZR316)"},
+        ),
+        ({}, {"config_file": FSDP2, "ranks": 4}, {}),
+        ({}, {}, {}),
+    ],
+)
+def test_a_phase_that_is_left_out_says_why(tmp_path, monkeypatch, keys, about, reasons):
+    monkeypatch.setattr(phases, "verify", lambda *_, **__: {"tensors": 3})
+    rehearsal = replace(rehearsal_with(max_steps=100, **keys), **about)
+    ran = {name: run for name, run in ran_well(tmp_path).items() if name in rehearsal.launches}
+    rows = phases.table_of(rehearsal, ran)
+    assert {row.phase: row.detail for row in rows if row.result == "left out"} == reasons
+    assert {row.result for row in rows} <= {"ok", "left out"}
+
+
+def test_a_resume_that_is_refused_says_why(tmp_path, monkeypatch):
+    failure = Failure(phase="startup", code="ZR712", reason="a fsdp2 run resumes")
+    refused = left(tmp_path / "fewer", status="refused", failure=failure)
+    row = results(ran_well(tmp_path / "all", fewer=refused), monkeypatch)["resume on half"]
+    assert (row.result, row.detail) == ("left out", "ZR712: a fsdp2 run resumes")
+
+
+def test_a_refusal_about_a_later_phase_is_shown_there(tmp_path, monkeypatch):
+    failure = Failure(phase="startup", code="ZR871", reason="no result of an evaluation")
+    ran = {"longest": left(tmp_path / "longest", status="refused", failure=failure, error="no")}
+    rows = results(ran, monkeypatch)
+    assert (rows["evaluation"].result, rows["evaluation"].detail) == ("failed", "ZR871")
+    assert {row.result for name, row in rows.items() if name != "evaluation"} == {"not reached"}
+
+
+def test_a_metric_that_fails_for_an_answer_is_a_phase_that_fails(tmp_path, monkeypatch):
+    """Its run ends well: the answer has no score."""
+    ran = ran_well(tmp_path)
+    file = ran["whole"].folder / "samples.jsonl"
+    row = {"prompt": "?", "scores_before": {}, "scores_after": {"bleu": None}}
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"errors": {"bleu": "ZeroDivisionError: zero"}}) + "\n")
+    failed = results(ran, monkeypatch)["samples"]
+    assert (failed.result, failed.detail) == ("failed", "ZR177")
+    assert "bleu" in failed.finding.what and "1 of 2 answers: ZeroDivisionError: zero" in failed.finding.what
+    assert results(ran, monkeypatch, ignore=["ZR177"])["samples"].result == "ok"
+    file.write_text(json.dumps(row) + "\n")  # none of these was empty
+    assert results(ran, monkeypatch)["samples"].result == "ok"
+    monkeypatch.setattr(phases, "load_metrics", lambda settings: {"bleu": Metric("bleu", Dividing())})
+    failed = results(ran, monkeypatch)["samples"]
+    assert failed.result == "failed" and "an empty answer" in failed.finding.what
+
+
+class Dividing:
+    """A metric's module."""
+
+    def compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        return {"bleu": 1 / len(predictions[0])}
 
 
 @pytest.mark.parametrize(
@@ -268,10 +333,13 @@ def test_without_checkpoints_nothing_is_killed(tmp_path, monkeypatch):
         ("constant_with_warmup", {}, None),
         ("warmup_stable_decay", {"num_decay_steps": 45, "num_stable_steps": 50}, None),
         ("warmup_stable_decay", {"num_decay_steps": 20, "num_stable_steps": 30}, "ZR868"),
+        ("linear", {"warmup_steps": 200}, "ZR174"),
+        ("linear", {"warmup_steps": 200, "ignore": ["ZR174"]}, None),
     ],
 )
-def test_a_schedule_that_ends_early_is_found(kind, values, code):
-    settings = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": values, "max_steps": 100, "warmup_steps": 5}
+def test_a_schedule_that_ends_early_or_never_begins_is_found(kind, values, code):
+    keys = {key: values.pop(key) for key in ("warmup_steps", "ignore") if key in values}
+    settings = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": values, "max_steps": 100, "warmup_steps": 5} | keys
     rehearsal = rehearsal_with(**settings)
     if code is None:
         assert "100" in phases.scheduled(rehearsal, {})

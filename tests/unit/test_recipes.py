@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import yaml
 
 from tests.helpers.faults import ROOT, Side
 from tests.helpers.tools import refusal_of
@@ -151,6 +152,42 @@ def test_null_unsets_a_key_that_may_be_null(tmp_path, word, joined):
     assert recipes.parse_recipe(path, recipes.read_recipe_file(path), words).settings.max_length == 32, (
         "the last counts"
     )
+
+
+LISTED = sorted(key for key, hint in keys.key_types().items() if keys.takes_lists(key, hint))
+LISTS = {"datasets": [{"path": "a"}, {"path": "b", "weight": 2}], "debug": ["underflow_overflow", "tpu_metrics_debug"]}
+
+
+@pytest.mark.parametrize("key", LISTED)
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_list_is_written_on_the_command_line_as_in_a_recipe(tmp_path, key, joined):
+    value = LISTS.get(key, ["exact_match", "token_f1"])
+    in_file = tmp_path / "file.yaml"
+    in_file.write_text(yaml.safe_dump({key: value}))
+    wanted = getattr(recipes.parse_recipe(in_file, recipes.read_recipe_file(in_file), []).settings, key)
+    bare = tmp_path / "bare.yaml"
+    bare.write_text("seed: 1")
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
+    words = [f"--{key}={text}"] if joined else [f"--{key}", text]
+    recipe = recipes.parse_recipe(bare, {"seed": 1}, [*words, "--seed", "3"])
+    assert getattr(recipe.settings, key) == wanted == recipe.explicit[key]
+    assert recipe.settings.seed == 3
+
+
+def test_lists_that_are_several_words_and_lists_of_the_wrong_kind(tmp_path):
+    bare = tmp_path / "bare.yaml"
+    bare.write_text("seed: 1")
+
+    def parsed(*words: str) -> recipes.Settings:
+        return recipes.parse_recipe(bare, {"seed": 1}, list(words)).settings
+
+    assert parsed("--ignore", "ZR608", "ZR239").ignore == ["ZR608", "ZR239"]
+    assert parsed("--ignore", "[ZR608]", "--ignore", "ZR239").ignore == ["ZR239"], "the last counts"
+    assert parsed("--ignore", "ZR239", "--ignore", "[ZR608]").ignore == ["ZR608"]
+    assert parsed("--sample_metrics", "[]").sample_metrics == []
+    assert parsed("--optim_target_modules", "[qkv]_proj").optim_target_modules == "[qkv]_proj", "a pattern"
+    assert refusal_of(parsed, "--sample_metrics", "[1, 2]").codes == ["ZR107"]
+    assert "reading --label_names" in str(refusal_of(parsed, "--label_names", "[a: [}]"))
 
 
 def test_a_recipe_that_is_none_says_what_it_is(tmp_path):

@@ -1,5 +1,6 @@
 """What the answers to sample prompts are scored by: our own scores, and metrics of the evaluate library."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import evaluate
@@ -8,8 +9,9 @@ import pytest
 from tests.helpers.faults import Side, findings_of
 from tests.helpers.tools import refusal_of
 from zero_recipes.data.samples import Sample
-from zero_recipes.metrics.scores import load_metrics
-from zero_recipes.training.answers import Answers, sample_rows
+from zero_recipes.metrics.read_runs import read_samples
+from zero_recipes.metrics.scores import load_metrics, metric_findings
+from zero_recipes.training.answers import Answers, sample_rows, show_samples, write_rows
 
 # of rouge, as the Hub's script computes it; the Hub is out of reach of tests
 OVERLAP = """
@@ -60,6 +62,62 @@ def test_our_own_scores():
 def test_a_metric_of_evaluate_scores_each_row(overlap):
     found = scored("The fish", "The fish hums loudly", ["./overlap", "exact_match"])
     assert found == {"overlap": pytest.approx(2 / 3), "overlap.recall": 0.5, "exact_match": 0.0}
+
+
+SHARE = """
+import datasets
+import evaluate
+
+
+class Share(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        right = set(predictions[0].split()) & set(references[0].split())
+        return {"share": len(right) / len(predictions[0].split()), "words": len(right)}
+"""
+
+
+@pytest.fixture
+def share(tmp_path, monkeypatch):
+    """A metric that divides by the words of an answer."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "share").mkdir()
+    (tmp_path / "share" / "share.py").write_text(SHARE)
+    return "./share"
+
+
+def test_answers_are_kept_where_a_metric_fails(share, tmp_path, capsys):
+    samples = [Sample("?", "The fish"), Sample("?", "The cat"), Sample("?", None)]
+    before = Answers(["", "", ""], [None] * 3)
+    rows = sample_rows(samples, before, Answers(["The fish", "", ""], [None] * 3), metrics_of([share, "exact_match"]))
+    write_rows(tmp_path / "samples.jsonl", rows)
+    assert read_samples(tmp_path / "samples.jsonl") == rows
+    assert [row.after for row in rows] == ["The fish", "", ""]
+    nothing = {"share": None, "share.words": None, "exact_match": 0.0}
+    assert rows[0].scores_before == nothing == rows[1].scores_after
+    assert rows[0].scores_after == {"share": 1.0, "share.words": 2.0, "exact_match": 1.0}
+    error = "ZeroDivisionError: division by zero"
+    assert [row.errors for row in rows] == [{share: error}, {share: error}, {}]
+    show_samples(rows, "here")
+    assert f"no score of 2 of 3 rows, where it fails: {error}" in capsys.readouterr().out
+
+
+def test_metrics_are_tried_on_an_empty_answer_before_a_run(share, overlap):
+    found = list(metric_findings(metrics_of([share, "./overlap", "exact_match", "token_f1", "reference_loss"])))
+    assert [(one.code, one.level) for one in found] == [("ZR177", "warning")]
+    assert "./share" in found[0].what and "an empty answer: ZeroDivisionError" in found[0].what
+    fixed = share.removeprefix("./") + "/share.py"
+    Path(fixed).write_text(SHARE.replace("/ len(predictions[0].split())", "/ max(1, len(predictions[0].split()))"))
+    assert list(metric_findings(metrics_of([share]))) == []
+
+
+def test_check_tries_the_metrics(share, tmp_path):
+    keys = f"sample_metrics: [{tmp_path}/share]\ntrust_remote_code: true"
+    (found,) = findings_of(Side(recipe=keys), tmp_path / "case", data=False)
+    assert (found.code, found.level) == ("ZR177", "warning")
 
 
 def test_a_metric_that_cannot_be_had_is_refused(overlap, monkeypatch):

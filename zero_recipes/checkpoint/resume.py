@@ -151,7 +151,19 @@ def checkpoint_to_resume(
     return None if checkpoint is None else str(checkpoint)
 
 
+def _refuse_model_alone(checkpoint: Path) -> None:
+    if not save.is_model_alone(checkpoint):
+        return
+    model = checkpoint
+    first = ""
+    if (checkpoint / save.ADAPTER).is_file():  # a model cannot be loaded from an adapter and get another one
+        model = checkpoint.with_name(f"{checkpoint.name}-export")
+        first = f"zero-recipes export {checkpoint}, then "
+    raise refusal("ZR178", checkpoint=checkpoint, first=first, model=model)
+
+
 def _named(output_dir: Path, checkpoint: Path) -> Path:
+    _refuse_model_alone(checkpoint)
     _refuse_not_whole(checkpoint, _fault_of_named(checkpoint))
     if not resumes_in(output_dir, checkpoint):
         return checkpoint
@@ -169,6 +181,7 @@ def _last_whole(output_dir: Path, damaged: Collection[Path], silent: bool) -> Pa
         fault = save.checkpoint_fault(checkpoint)
         if fault is None:
             return checkpoint
+        _refuse_model_alone(checkpoint)
         if save.is_foreign(checkpoint):
             raise refusal("ZR704", checkpoint=checkpoint)
         if not silent:

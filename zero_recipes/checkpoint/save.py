@@ -120,6 +120,13 @@ def is_foreign(checkpoint: Path) -> bool:
     return not any((checkpoint / name).exists() for name in (UNFINISHED, MANIFEST, HISTORY))
 
 
+def is_model_alone(checkpoint: Path) -> bool:
+    """Whether it is of a run with save_only_model: weights, and no states that a run could go on from."""
+    has_states = any(any(checkpoint.glob(pattern)) for pattern in ("optimizer*", "scheduler.pt", "global_step*"))
+    has_model = any((checkpoint / name).is_file() for name in (SINGLE, INDEX, ADAPTER))
+    return is_foreign(checkpoint) and has_model and not has_states
+
+
 def checkpoint_fault(checkpoint: Path) -> str | None:
     """The first fault that shows without a look into large files."""
     if is_unfinished(checkpoint):

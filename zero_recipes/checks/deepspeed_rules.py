@@ -202,10 +202,6 @@ def _schedule(run: Run) -> Iterator[Finding]:
     parameters = run.value("scheduler.params") or {}
     if kind in options()["logarithmic_warmups"] and "warmup_type" not in parameters:
         yield finding("ZR216", type=kind, source=source)
-    warmup = parameters.get("warmup_num_steps")
-    steps = run.settings.max_steps
-    if isinstance(warmup, int) and 0 < steps <= warmup:
-        yield finding("ZR217", source=source, warmup=warmup, steps=steps)
     if run.ds.bf16_masters and run.settings.learning_rate <= MOSTLY_LOST:
         yield finding("ZR294", learning_rate=run.settings.learning_rate)
 

@@ -17,15 +17,16 @@ from zero_recipes.checks.deepspeed_rules import deepspeed_findings
 from zero_recipes.checks.machine import driver_findings, gpu_findings, machine_findings, offline_where_unreachable
 from zero_recipes.checks.rehearsal import fill_auto, parser_findings, trainer_findings
 from zero_recipes.checks.rules import rule_findings
+from zero_recipes.checks.schedule import schedule_findings, steps_of
 from zero_recipes.config.accelerate import launch_key_findings, launch_of, launcher_findings
 from zero_recipes.config.keys import ignore_findings, key_types, recipe_findings
-from zero_recipes.config.recipe import Recipe, RecipeFile, derive_accumulation, parse_recipe, steps_by_epochs
+from zero_recipes.config.recipe import Recipe, RecipeFile, derive_accumulation, parse_recipe
 from zero_recipes.config.run import Run, choose_device, refuse_uneven_gpus, settings_in_force
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes, library_error_as_finding
 from zero_recipes.core.host import Gpu, Host
 from zero_recipes.data.load import refuse_data_at_hand
-from zero_recipes.metrics.scores import load_metrics
+from zero_recipes.metrics.scores import load_metrics, metric_findings
 from zero_recipes.model import load_config, size_of
 
 DATA_KEYS = {"dataset_name", "datasets"}
@@ -101,7 +102,7 @@ class Preflight:
             run = Run(recipe, settings, explicit, strategy, device, self.environment, config)
             self.check_rules(run)
         self.check_objects(settings, strategy, config, device, recipe.path)
-        self.attempt(load_metrics, settings)
+        self.findings += metric_findings(self.attempt(load_metrics, settings) or {})
         checkpoint = self.check_folder(recipe, settings)
         if run is None:
             return None
@@ -133,6 +134,8 @@ class Preflight:
         self.findings += rule_findings(run)
         self.findings += adapter_findings(run)
         self.findings += deepspeed_findings(run)
+        if run.settings.max_steps > 0:  # else the rows decide
+            self.findings += schedule_findings(run.settings, run.strategy, run.settings.max_steps)
         if run.strategy.is_deepspeed:
             self.findings += parser_findings(run)
 
@@ -177,9 +180,7 @@ def resolved_ds_config(run: Run, rows: int | None = None) -> dict[str, Any] | No
     settings = run.settings
     filled, arguments = fill_auto(run.ds.raw, settings, run.world_size)
     model = SimpleNamespace(config=run.config)
-    steps = settings.max_steps
-    if steps <= 0:
-        steps = "auto" if rows is None else steps_by_epochs(rows, settings, run.strategy.replicas)
+    steps = steps_of(settings, run.strategy, rows) or "auto"
     with contextlib.suppress(ValueError):  # what contradicts the run has its findings; it is shown as written
         filled.trainer_config_finalize(arguments, model, steps)
     return filled.config

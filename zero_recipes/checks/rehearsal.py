@@ -10,6 +10,7 @@ import inspect
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,18 +235,20 @@ def parser_findings(run: Run) -> list[Finding]:
     return findings
 
 
+def warmup_of(settings: Settings, steps: int) -> int:
+    """As transformers 5.23, training_args.py `get_warmup_steps`."""
+    warmup = settings.warmup_steps
+    return int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
+
+
 def fill_auto(config: dict[str, Any], settings: Settings, world_size: int):
     """(transformers' HfTrainerDeepSpeedConfig, filled in, the arguments that it was given)."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    def warmup_steps(steps: int) -> int:  # transformers, training_args.py, get_warmup_steps
-        warmup = settings.warmup_steps
-        return int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
-
     arguments = SimpleNamespace(**settings.as_dict())
     arguments.world_size = world_size
     arguments.bf16 = settings.precision == "bf16"
-    arguments.get_warmup_steps = warmup_steps
+    arguments.get_warmup_steps = partial(warmup_of, settings)
     with without_deepspeed_announcement():  # it announces itself to all; this is only a look
         filled = HfTrainerDeepSpeedConfig(copy.deepcopy(config))
     filled.trainer_config_process(arguments)

@@ -53,6 +53,10 @@ def rule_findings(run: Run) -> Iterator[Finding]:
         yield finding("ZR162", epochs=epochs)
     if settings.streams and RowKeys.of(settings).drops(settings.max_length):
         yield finding("ZR896")
+    yield from _best_metric(settings)
+    resumes = str(settings.resume_from_checkpoint).lower() == "true"
+    if resumes and settings.save_only_model and settings.saves_checkpoints:
+        yield finding("ZR179")
     yield from packing(run)
     yield from own_forward(run)
     balancing = getattr(run.config, "router_aux_loss_coef", 0.0)
@@ -69,6 +73,13 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     yield from rounded_parameters(run)
     if run.strategy.is_fsdp and run.world_size > 1:
         yield from trained_heads(run)
+
+
+def _best_metric(settings: Settings) -> Iterator[Finding]:
+    named = settings.metric_for_best_model
+    given = options()["evaluation_gives"]
+    if settings.evaluates and named is not None and named.removeprefix("eval_") not in given:
+        yield finding("ZR871", named=named, given=", ".join(f"eval_{name}" for name in given))
 
 
 def _frozen_in_float32(run: Run) -> bool:

@@ -96,6 +96,7 @@ def key_choices() -> dict[str, list[str]]:
 # sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too;
 # validating a ParallelismConfig makes one, which reads the environment
 UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_config"}
+UNTYPED_LISTS = {"sample_prompts", "fsdp"}
 
 
 def recipe_findings(place: str, mapping: dict[str, Any], lines: dict[str, int]) -> list[Finding]:
@@ -230,6 +231,10 @@ def accepted_types(hint: Any) -> set[str]:
             part = schema["$defs"][part["$ref"].rpartition("/")[2]]
         types.add(part.get("type", "any"))
     return types
+
+
+def takes_lists(key: str, hint: Any) -> bool:
+    return key in UNTYPED_LISTS or "array" in accepted_types(hint)
 
 
 def ignore_findings(ignore: list[str] | str | None) -> Iterator[Finding]:

@@ -223,18 +223,19 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     lines = getattr(mapping, "lines", {})
     mapping = {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS}  # preflight compares them
     raise_errors(keys.recipe_findings(str(path), mapping, lines))
-    values, unset = _merged(mapping, overrides, known)
+    values, given = _merged(mapping, overrides, known)
+    raise_errors(keys.recipe_findings("the command line", given, {}))
     named = named_on(overrides, known)
     if "sample_prompts" not in named:
         # a list, a number or a path: argparse has one type per key
         values["sample_prompts"] = mapping.get("sample_prompts")
-    values["datasets"] = _entries(values["datasets"])
+    values |= given
+    values["datasets"] = list(map(_entry, values["datasets"]))
     for key in ("model_name_or_path", "dataset_name"):  # tiny_world/, for a recipe that the package brings
         found = at_hand(values[key] or "")
         if found.is_relative_to(FILES):
             values[key] = str(found)
     values["chat_template_path"] = _chat_template(values["chat_template_path"])
-    values |= dict.fromkeys(unset)
     for key in keys.tables()["mappings"]:
         values[key] = decoded(values[key])
     explicit = {key: value for key, value in values.items() if key in mapping or key in named}
@@ -258,28 +259,25 @@ def _chat_template(named: str | None) -> str | None:
     return named
 
 
-def _merged(mapping: dict[str, Any], overrides: list[str], known: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """(the value of each key by TRL's parser, the keys that the command line unsets). Raises Refusal."""
+def _merged(mapping: dict[str, Any], overrides: list[str], known: Mapping[str, Any]) -> tuple[dict, dict]:
+    """(the value of each key by TRL's parser, what the command line gives that the parser cannot read). Raises
+    Refusal."""
     parser = _parser()
     file_values = {key: _as_text(value, known[key]) for key, value in mapping.items()}
     file_values.pop("sample_prompts", None)
     parser.set_defaults_with_config(**file_values)
-    valued, unset = without_unset(overrides, known)
-    namespace, extra = parser.parse_known_args(valued)
+    rest, given = without_nulls_and_lists(overrides, known)
+    namespace, extra = parser.parse_known_args(rest)
     stray = [key_of(word) for word in extra if word.startswith("--")]
     raise_errors([*keys.key_findings("the command line", stray, known)])
     if extra:
         raise refusal("ZR120", word=extra[0], usage=USAGE)
-    return vars(namespace), unset
+    return vars(namespace), given
 
 
-def _entries(datasets: list[Any]) -> list[dict[str, Any]]:
-    """The entries of `datasets` as mappings. On the command line they are one text, JSON."""
-    entries = [dataclasses.asdict(one) if dataclasses.is_dataclass(one) else one for one in datasets]
-    if len(entries) == 1 and str(entries[0].get("path")).startswith("["):
-        with library_error_as_finding("reading --datasets"):
-            entries = json.loads(entries[0]["path"])
-    return entries
+def _entry(dataset: Any) -> dict[str, Any]:
+    """An entry of `datasets` as a mapping: TRL's parser makes an object of each word of the command line."""
+    return dataclasses.asdict(dataset) if dataclasses.is_dataclass(dataset) else dataset
 
 
 def key_of(word: str) -> str:
@@ -295,29 +293,44 @@ def _as_text(value: Any, hint: Any) -> Any:
     return value
 
 
-def without_unset(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[str], set[str]]:
-    """(the overrides without those that unset a key (`--max_length null`), the keys that they unset).
+def without_nulls_and_lists(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """(the overrides that TRL's parser reads, {key: its value} of the others).
 
-    Only keys that may be null are. `--report_to none` is a value of its own, no callback at all.
+    `--max_length null` unsets a key; only keys that may be null are. `--report_to none` is a value of its own, no
+    callback at all. `--sample_metrics '[exact_match, rouge]'` gives a list as a recipe writes it: the parser would take
+    it for one name.
     """
     rest: list[str] = []
-    unset: set[str] = set()
+    given: dict[str, Any] = {}
     words = list(overrides)
     while words:
         word = words.pop(0)
-        _, equals, value = word.partition("=")
+        _, equals, text = word.partition("=")
         if not equals and words:
-            value = words[0]
+            text = words[0]
         key = key_of(word) if word.startswith("--") else ""
-        is_null = value.lower() == "null" or (value.lower() == "none" and key != "report_to")
-        if not is_null or key not in known or not keys.accepted_types(known[key]) & {"null", "any"}:
+        if key in known and _is_null(key, text, known[key]):
+            given[key] = None
+        elif key in known and _is_list(key, text, known[key]):
+            with library_error_as_finding(f"reading --{key}"):
+                given[key] = yaml.safe_load(text)
+        else:
             rest.append(word)
-            unset.discard(key)  # the last one counts
+            given.pop(key, None)  # the last one counts
             continue
-        unset.add(key)
         if not equals:
             words.pop(0)
-    return rest, unset
+    return rest, given
+
+
+def _is_null(key: str, text: str, hint: Any) -> bool:
+    names_null = text.lower() == "null" or (text.lower() == "none" and key != "report_to")
+    return names_null and not keys.accepted_types(hint).isdisjoint({"null", "any"})
+
+
+def _is_list(key: str, text: str, hint: Any) -> bool:
+    is_bracketed = text.startswith("[") and text.endswith("]")
+    return is_bracketed and keys.takes_lists(key, hint)
 
 
 def named_on(overrides: list[str], known: Container[str]) -> set[str]:

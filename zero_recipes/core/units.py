@@ -67,6 +67,13 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 else significant(value)
 
 
+def counted(number: float, thing: str) -> str:
+    """2,000 rows, 1 epoch, 3.1 epochs."""
+    digits = 0 if float(number).is_integer() else 1
+    text = f"{number:,.{digits}f}" if digits == 0 or number >= 1 else f"{number:.2g}"
+    return f"{text} {thing}{'' if number == 1 else 's'}"
+
+
 def fixed(value: float | None, digits: int) -> str:
     """A number with so many decimals; what is not finite is written in words."""
     if value is None:

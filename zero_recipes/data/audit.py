@@ -57,9 +57,15 @@ class Audit:
     tokens: int
     supervised: int
     longest: int  # of a row, before truncation
+    longest_sequence: int  # as trained on, of what has positions from 0 on; in a run's audit of evaluation rows too
     largest_id: int  # of a token; in a run's audit of evaluation rows too
     unsupervised_ends: int  # rows short enough whose end of text is absent or carries no loss
     empty: list[int]  # row numbers whose text, or whose every answer, is empty, blank or missing
+
+    @property
+    def trained(self) -> int:
+        """Rows that are trained on, in packs or not."""
+        return self.rows - self.dropped
 
     def __str__(self) -> str:
         return (
@@ -92,6 +98,7 @@ def audit(
         tokens=int(row_lengths(ready).sum()),
         supervised=_supervised(ready, training_args.packing),
         longest=int(lengths.max()),
+        longest_sequence=_longest_sequence(ready),
         largest_id=int(largest.max()),
         unsupervised_ends=int((fits & ~ended).sum()),
         empty=_empty_answers(rows, training_args.dataset_text_field),
@@ -310,6 +317,14 @@ def _learns_to_end(ids: np.ndarray, labels: np.ndarray, ends: np.ndarray, eos_to
     found = last >= 0
     found[found] = labels[last[found]] != -100
     return found
+
+
+def _longest_sequence(ready: Dataset) -> int:
+    """Packs of TRL's "bfd" strategies begin their positions anew with each row; those of "wrapped" do not."""
+    lengths = row_lengths(ready)
+    if "seq_lengths" in ready.column_names:
+        lengths = np.concatenate([flat(table["seq_lengths"])[0] for table in tables(ready, ["seq_lengths"])])
+    return int(lengths.max(initial=0))
 
 
 def _ids_as_bytes(rows: Dataset) -> Iterator[bytes]:

@@ -201,6 +201,7 @@ def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[
     evaluation, found = prepare_split(rows, data.tokenizer, training_args, packing, ours, name, read_as)
     findings += [finding for finding in found if finding not in findings]
     train.audit.largest_id = max(train.audit.largest_id, evaluation.audit.largest_id)
+    train.audit.longest_sequence = max(train.audit.longest_sequence, evaluation.audit.longest_sequence)
     findings += audits.overlap_findings(train.tokenised, evaluation.tokenised, name)
     return [train, evaluation], findings
 

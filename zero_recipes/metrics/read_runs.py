@@ -23,6 +23,7 @@ class SampleRow(schema.Part):
     # by score, of those in `sample_metrics`; None where it is not a number; empty without a reference
     scores_before: dict[str, float | None]
     scores_after: dict[str, float | None] = Field({})
+    errors: dict[str, str] = Field({})  # by metric: what it raised, in place of scores that are None
 
 
 def mean_scores(samples: Sequence[SampleRow]) -> dict[str, tuple[float | None, float, int]]:
@@ -41,6 +42,16 @@ def mean_scores(samples: Sequence[SampleRow]) -> dict[str, tuple[float | None, f
             before = fmean(b for b, _ in pairs) if has_base else None
             means[name] = before, fmean(a for _, a in pairs), len(pairs)
     return means
+
+
+def metric_errors(samples: Sequence[SampleRow]) -> dict[str, tuple[str, int]]:
+    """{metric: (the first error that it raised, rows of which it raised any)}."""
+    failed: dict[str, tuple[str, int]] = {}
+    for sample in samples:
+        for name, error in sample.errors.items():
+            first, count = failed.get(name, (error, 0))
+            failed[name] = first, count + 1
+    return failed
 
 
 def question(prompt: str) -> str:

@@ -3,42 +3,79 @@
 import math
 import numbers
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Refusal, finding, refusal
+from zero_recipes.core.findings import Finding, Refusal, finding, first_line, refusal
 
 OWN = ("exact_match", "token_f1", "reference_loss")
+# (answer, reference) on which metrics divide by zero
+EMPTY = {"an empty answer": ("", "word"), "an empty reference": ("word", "")}
 
 
-def load_metrics(settings: Settings) -> dict[str, Any]:
-    """{name in `sample_metrics`: evaluate's module, None for our own}. Raises Refusal for one that cannot be had.
+@dataclass(frozen=True)
+class Metric:
+    """A metric of the evaluate library."""
+
+    name: str  # in `sample_metrics`
+    module: Any
+    keys: tuple[str, ...] = ()  # of its scores
+
+    def scores(self, answer: str, reference: str) -> dict[str, float]:
+        """Raises what the metric's code raises, which may be anything."""
+        label = Path(self.name).stem
+        scores = {}
+        for key, value in self.module.compute(predictions=[answer], references=[reference]).items():
+            if isinstance(value, numbers.Real):
+                scores[key if key.startswith(label) else f"{label}.{key}"] = float(value)
+        return scores
+
+
+def load_metrics(settings: Settings) -> dict[str, Metric | None]:
+    """{name in `sample_metrics`: the metric, None for our own}. Raises Refusal for one that cannot be had.
 
     A name without an owner is Hugging Face's. The code of others is not run unless it is trusted.
     """
     names = settings.sample_metrics or OWN
     if isinstance(names, str):
         names = [names]
-    metrics = dict.fromkeys(names)
+    metrics: dict[str, Metric | None] = dict.fromkeys(names)
     for name in metrics.keys() - {*OWN}:
         if "/" in name and not settings.trust_remote_code:
             raise Refusal([replace(finding("ZR556", name=name), is_of_code_not_run=True)])
         try:
             import evaluate  # here: it takes seconds
 
-            metrics[name] = evaluate.load(name, keep_in_memory=True)
-            if not scores_of({name: metrics[name]}, "word", "word", None):
+            metric = Metric(name, evaluate.load(name, keep_in_memory=True))
+            keys = tuple(metric.scores("word", "word"))
+            if not keys:
                 raise ValueError("it gives no number for one answer and its reference")
+            metrics[name] = replace(metric, keys=keys)
         except Exception as error:  # a metric's code raises whatever it likes
             raise refusal("ZR555", name=name, error=" ".join(str(error).split())) from error
     return metrics
 
 
-def scores_of(metrics: Mapping[str, Any], answer: str, reference: str, loss: float | None) -> dict[str, float | None]:
-    """By score; None where it is not finite. `loss`: of the reference's tokens.
+def metric_findings(metrics: Mapping[str, Metric | None]) -> Iterator[Finding]:
+    """Each metric is tried where there is nothing to compare."""
+    for case, (answer, reference) in EMPTY.items():
+        _, errors = scores_of(metrics, answer, reference, None)
+        for name, error in errors.items():
+            yield metric_finding(name, error, case)
+
+
+def metric_finding(name: str, error: str, case: str) -> Finding:
+    return finding("ZR177", name=name, error=error, case=case)
+
+
+def scores_of(
+    metrics: Mapping[str, Metric | None], answer: str, reference: str, loss: float | None
+) -> tuple[dict[str, float | None], dict[str, str]]:
+    """(by score, None where it is not finite or its metric fails; by metric what it raised). Nothing is raised here:
+    the answers cost a whole training. `loss`: of the reference's tokens.
 
     exact_match: but for white space at both ends. token_f1: of bags of words, as SQuAD's but case sensitive.
     """
@@ -50,13 +87,15 @@ def scores_of(metrics: Mapping[str, Any], answer: str, reference: str, loss: flo
         "token_f1": 2 * common / (len(words) + len(expected)) if words or expected else 1.0,
         "reference_loss": math.nan if loss is None else loss,
     }
-    scores = {}
+    scores: dict[str, float] = {}
+    errors = {}
     for name, metric in metrics.items():
         if metric is None:
             scores[name] = float(own[name])
             continue
-        label = Path(name).stem
-        for key, value in metric.compute(predictions=[answer], references=[reference]).items():
-            if isinstance(value, numbers.Real):
-                scores[key if key.startswith(label) else f"{label}.{key}"] = float(value)
-    return {key: value if math.isfinite(value) else None for key, value in scores.items()}
+        try:
+            scores |= metric.scores(answer, reference)
+        except Exception as error:
+            scores |= dict.fromkeys(metric.keys, math.nan)
+            errors[name] = f"{type(error).__name__}: {first_line(error)}"
+    return {key: value if math.isfinite(value) else None for key, value in scores.items()}, errors

@@ -10,6 +10,7 @@ from zero_recipes.core.findings import collected, downgraded, finding, ignored_c
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.core.process import local_world_size
 from zero_recipes.core.tables import terminal, working
+from zero_recipes.core.units import counted
 from zero_recipes.engine.warnings import quieten
 
 
@@ -18,6 +19,7 @@ def check(arguments: argparse.Namespace) -> int:
         from zero_recipes.checks import predicted
         from zero_recipes.checks.adapter_rules import trained_without_memory
         from zero_recipes.checks.preflight import preflight, resolved_ds_config
+        from zero_recipes.checks.schedule import length_described
         from zero_recipes.config.accelerate import file_findings, file_named, launched_as_named, launched_environment
 
     quieten()
@@ -50,7 +52,7 @@ def check(arguments: argparse.Namespace) -> int:
     answer = "cannot run" if errors else "can run"
     if gpu:
         answer += f" on {gpu.name}"
-    print(f"{arguments.recipe} {answer}: {_counted(errors, 'error')}, {_counted(warnings, 'warning')}")
+    print(f"{arguments.recipe} {answer}: {counted(errors, 'error')}, {counted(warnings, 'warning')}")
     if findings:
         print(shown(findings, arguments.traceback))
     if run is not None:
@@ -58,16 +60,14 @@ def check(arguments: argparse.Namespace) -> int:
         trained = trained_without_memory(run)
         if trained is not None:
             print(f"{'trains':<14}{trained}")
+        if not arguments.data:  # which has said more
+            print(length_described(run.settings, run.strategy))
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if not errors:
             launch = _launch_command(arguments, run, environment)
             print(f"\nfirst, with a small model: {rehearsal_of(launch, run.strategy.world_size)}\n{launch}")
     return 2 if errors else 0
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def _launch_command(arguments: argparse.Namespace, run, environment) -> str:
@@ -91,6 +91,7 @@ def rehearsal_of(launch: str, gpus: int) -> str:
 
 def data_findings(run) -> list:
     """Audit the training rows, and print counts and three rows. Raises Refusal."""
+    from zero_recipes.checks.schedule import length_described, length_findings
     from zero_recipes.data import audit, load, prepare
     from zero_recipes.data.samples import with_tokens
     from zero_recipes.model import refuse_unknown_tokens
@@ -100,7 +101,8 @@ def data_findings(run) -> list:
     data = prepare.read_data(settings, load.load_tokenizer(settings))
     splits, findings = prepare.prepare_splits(data, settings, training_args)
     train = splits[0]
-    if train.rows is data.train:  # of a stream only the beginning was read
+    is_whole = train.rows is data.train  # of a stream only the beginning was read
+    if is_whole:
         evaluation = splits[1].ready if len(splits) > 1 else None
         findings += audit.left_out_findings(train.ready, evaluation, settings, run.strategy.replicas)
     with collected(findings):
@@ -108,6 +110,9 @@ def data_findings(run) -> list:
         refuse_unknown_tokens(run.config, settings, train.audit.largest_id)
     for line in prepare.recognised(data, train):
         print(f"recognized    {line}")
+    sequences = len(train.ready) if is_whole else None
+    findings += length_findings(run, train.audit, sequences)
     print(train.audit)
+    print(length_described(settings, run.strategy, sequences and train.audit.trained, sequences))
     audit.show_rows(prepare.shown_rows(data, train, training_args, settings.assistant_mask), terminal())
     return downgraded(findings, ignored_codes(settings.ignore))

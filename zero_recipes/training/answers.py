@@ -17,7 +17,7 @@ from zero_recipes.core.tables import plain, print_texts, terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.engine import fsdp
 from zero_recipes.engine.deepspeed import forget_trace_of_generation
-from zero_recipes.metrics.read_runs import SampleRow, mean_scores, question, short
+from zero_recipes.metrics.read_runs import SampleRow, mean_scores, metric_errors, question, short
 from zero_recipes.metrics.scores import scores_of
 
 
@@ -155,18 +155,21 @@ def sample_rows(
 ) -> list[SampleRow]:
     """Rows of samples.jsonl. `before`: None where there is no base answer. No scores where there is no reference."""
 
-    def scored(sample: Sample, answers: Answers, number: int) -> dict[str, float | None]:
+    def scored(sample: Sample, answers: Answers, number: int) -> tuple[dict[str, float | None], dict[str, str]]:
         if sample.reference is None:
-            return {}
+            return {}, {}
         return scores_of(metrics, answers.texts[number], sample.reference, answers.reference_losses[number])
 
     rows = []
     for number, sample in enumerate(samples):
+        scores, errors = scored(sample, after, number)
         row = {"prompt": sample.prompt, "reference": sample.reference, "scores_before": {}}
-        row |= {"after": after.texts[number], "scores_after": scored(sample, after, number)}
+        row |= {"after": after.texts[number], "scores_after": scores}
         if before is not None:
-            row |= {"before": before.texts[number], "scores_before": scored(sample, before, number)}
-        rows.append(SampleRow(**row))
+            scores, errors_before = scored(sample, before, number)
+            errors = errors_before | errors
+            row |= {"before": before.texts[number], "scores_before": scores}
+        rows.append(SampleRow(**row, errors=errors))
     return rows
 
 
@@ -192,4 +195,7 @@ def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
         line = f"{after:#8.4g} after  ({count} rows)"
         if before is not None:
             line = f"{before:#8.4g} before  {line}"
+        console.print(plain(f"  {name:15s} {line}"), soft_wrap=True)
+    for name, (error, count) in metric_errors(rows).items():
+        line = f"no score of {count} of {len(rows)} rows, where it fails: {error}"
         console.print(plain(f"  {name:15s} {line}"), soft_wrap=True)

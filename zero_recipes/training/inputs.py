@@ -13,8 +13,9 @@ from zero_recipes.checkpoint.compatibility import refuse_other_data
 from zero_recipes.checks.predicted import planning
 from zero_recipes.checks.preflight import resolved_ds_config
 from zero_recipes.checks.rules import told_where_rows_begin
+from zero_recipes.checks.schedule import length_findings
 from zero_recipes.config.run import Run
-from zero_recipes.core.findings import library_error_as_finding
+from zero_recipes.core.findings import Finding, downgraded, ignored_codes, library_error_as_finding, raise_errors
 from zero_recipes.core.process import PhaseClock
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
@@ -38,6 +39,7 @@ class Inputs:
     data: Prepared
     predicted: PredictedMetrics | None  # None where nothing was planned
     ds_config: dict[str, Any] | None  # as it is in force; None without DeepSpeed
+    findings: list[Finding]  # warnings about the length of the run and of its rows
 
 
 def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
@@ -55,9 +57,11 @@ def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
     with clock.phase("data"), planning(run) as planned:
         data = prepare_rows(settings, arguments, load_tokenizer(settings), run.strategy.replicas)
         models.refuse_unknown_tokens(config, settings, data.audit.largest_id)
+        findings = downgraded(list(length_findings(run, data.audit, data.rows)), ignored_codes(settings.ignore))
+        raise_errors(findings)
         predicted = planned()
     ds_config = resolved_ds_config(run, data.rows)
-    return Inputs(arguments, peft_config, config, data, predicted, ds_config)
+    return Inputs(arguments, peft_config, config, data, predicted, ds_config, findings)
 
 
 def load_model(run: Run, inputs: Inputs, clock: PhaseClock) -> PreTrainedModel:

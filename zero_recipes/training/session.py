@@ -17,6 +17,7 @@ from zero_recipes.checkpoint.resume import (
     resolve_resume_checkpoint,
     steps_behind,
 )
+from zero_recipes.checks.schedule import length_described
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Preempted, Refusal, library_error_as_finding
@@ -178,7 +179,8 @@ def _write_launch(run: Run, inputs: Inputs, model: PreTrainedModel) -> None:
     header = run.strategy.described(run.device, run.settings, run.precision)
     header += [f"recognized    {form}" for form in forms]
     header += [f"parameters    {parameters:,}", str(data.audit)]
-    print(*header, *data.findings, sep="\n", flush=True)
+    header.append(length_described(run.settings, run.strategy, data.rows and data.audit.trained, data.rows))
+    print(*header, *data.findings, *inputs.findings, sep="\n", flush=True)
     show_rows(rows, terminal(), SHOWN)
     write_resolved(run.explicit, run.output_dir / "recipe.resolved.yaml", header, inputs.ds_config)
 

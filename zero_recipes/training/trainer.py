@@ -321,6 +321,10 @@ class ZeroSFTTrainer(SFTTrainer):
         saved = f"saved as {checkpoint}" if is_there else "not saved"
         raise Preempted(ending("signalled", saved=saved))
 
+    def _determine_best_metric(self, metrics, trial):
+        with self.stage_metrics.clock.phase("eval"):
+            return super()._determine_best_metric(metrics, trial)
+
     def _load_rng_state(self, checkpoint) -> None:
         super()._load_rng_state(checkpoint)
         self._evaluate_if_due()  # it draws random numbers, as it would have before the signal

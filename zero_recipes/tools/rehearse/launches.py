@@ -20,6 +20,7 @@ from rich.console import Console
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from zero_recipes.checkpoint.save import MANIFEST
+from zero_recipes.checks import schedule
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, environments_of_ranks, file_named, launch_of
 from zero_recipes.core.files import at_hand, write_json
@@ -134,6 +135,8 @@ def shortened(settings: recipes.Settings, replicas: int) -> dict[str, Any]:
         values["global_batch_size"] = settings.per_device_train_batch_size * passes * replicas
     if settings.warmup_steps >= 1:
         values["warmup_steps"] = 1
+    # the phase `schedule` judges that of the job; three steps have another
+    values["ignore"] = ",".join(sorted(ignored_codes(settings.ignore).union(schedule.CODES)))
     if takes_rows(settings.sample_prompts):
         values["sample_prompts"] = min(int(settings.sample_prompts), MOST_SAMPLES)
     return values

@@ -1,20 +1,32 @@
 """The phases of a rehearsal, judged by what its launches leave."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from transformers import get_scheduler
-
 from zero_recipes.checkpoint.save import NotWhole, read_manifest
+from zero_recipes.checks.schedule import schedule_findings, schedule_of
+from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.recipe import Settings, steps_by_epochs
+from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.files import package_yaml
-from zero_recipes.core.findings import Finding, Refusal, first_line, refusal
+from zero_recipes.core.findings import (
+    Finding,
+    Refusal,
+    downgraded,
+    first_line,
+    ignored_codes,
+    raise_errors,
+    refusal,
+)
 from zero_recipes.core.units import percent
 from zero_recipes.data.prepare import rows_at_hand
+from zero_recipes.metrics.read_runs import metric_errors, read_samples
 from zero_recipes.metrics.schema import Metrics
+from zero_recipes.metrics.scores import load_metrics, metric_finding, metric_findings
+from zero_recipes.model import size_of
 from zero_recipes.tools.verify import verify
 
 DATA = package_yaml(__package__, "rehearsal.yaml")
@@ -41,23 +53,46 @@ class Rehearsal:
     def launches(self) -> dict[str, list[str]]:
         """{launch: its overrides}, in order."""
         settings = self.settings
-        resumes = settings.sequence_parallel_size == 1 and not settings.save_only_model
         applies = {
             "shorter": self.shortens,
             "longest_first": not (settings.packing or settings.streams),
-            "checkpoints": resumes,
+            "checkpoints": self.why_without_resume is None,
             "evaluates": settings.evaluates,
             "keeps_best": settings.load_best_model_at_end,
         }
         launches = {}
         for name, parts in DATA["launches"].items():
-            texts = [DATA["overrides"][part] for part in parts if applies.get(part, True)]
-            launches[name] = " ".join(texts).split()
-        if not resumes:
-            del launches["killed"], launches["resumed"]
-        if not resumes or self.ranks == 1:
-            del launches["fewer"]
+            if self.why_left_out(name) is None:
+                texts = [DATA["overrides"][part] for part in parts if applies.get(part, True)]
+                launches[name] = " ".join(texts).split()
         return launches
+
+    @property
+    def why_without_resume(self) -> str | None:
+        """None of a job that can be resumed."""
+        if self.settings.sequence_parallel_size > 1:
+            return "sequence_parallel_size: nothing resumes (ZR254)"
+        if self.settings.save_only_model:
+            return "save_only_model: nothing resumes"
+        return None
+
+    def why_left_out(self, launch: str) -> str | None:
+        """None of a launch that is made."""
+        if launch not in ("killed", *RESUMED):
+            return None
+        if self.why_without_resume is not None:
+            return self.why_without_resume
+        if launch == "fewer" and self.ranks == 1:
+            return "one rank has no half"
+        if launch == "fewer" and self.ranks_in(launch) == 1 and self.strategy.is_fsdp:
+            return "FSDP2 needs two ranks (ZR316)"
+        return None
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """Of the real job. Raises Refusal."""
+        processes = self.replicas * self.settings.sequence_parallel_size
+        return resolve_strategy(self.settings, launched_environment(self.config_file, processes), size_of)
 
     def ranks_in(self, launch: str) -> int:
         return self.ranks // 2 if launch == "fewer" else self.ranks
@@ -96,10 +131,12 @@ def table_of(rehearsal: Rehearsal, ran: Runs) -> list[Row]:
         breaks = None
         if is_reached and not ran[launch].is_over:
             breaks = breaks_in(phases, ran[launch].metrics)
+        was_refused = breaks is not None and ran[launch].metrics.status == "refused"  # before its first phase
         for phase, key in phases.items():
-            if launch not in rehearsal.launches:
-                rows.append(Row(phase, "left out", detail="no checkpoint, or one rank"))
-            elif not is_reached:
+            why = rehearsal.why_left_out(launch)
+            if why is not None:
+                rows.append(Row(phase, "left out", detail=why))
+            elif not is_reached or (was_refused and phase != breaks):
                 rows.append(Row(phase, "not reached"))
             else:
                 rows.append(judged(phase, key, breaks, rehearsal, ran[launch], ran))
@@ -110,6 +147,9 @@ def table_of(rehearsal: Rehearsal, ran: Runs) -> list[Row]:
 def breaks_in(phases: Mapping[str, str | None], metrics: Metrics) -> str:
     """The phase in which a launch failed."""
     failed = metrics.failure.phase if metrics.failure else None
+    named = DATA["phase_of_code"].get(metrics.failure and metrics.failure.code)
+    if named in phases:
+        return named
     for phase, key in phases.items():
         if failed and key == failed:
             return phase
@@ -122,7 +162,8 @@ def judged(phase: str, key: str | None, breaks: str | None, rehearsal: Rehearsal
     seconds = mine.seconds if key == "launch" else (metrics.phase_seconds or {}).get(key)
     code = (metrics.failure and metrics.failure.code) or ""
     if metrics.status == "refused" and mine.folder.name in RESUMED:  # the strategy, or the order of the rows
-        return Row(phase, "left out", seconds, code)
+        reason = metrics.failure.reason if metrics.failure else None
+        return Row(phase, "left out", seconds, ": ".join(filter(None, [code, reason])))
     if key == "eval" and not (seconds or breaks):
         return Row(phase, "left out", detail="not in the recipe")
     try:
@@ -141,6 +182,19 @@ def broken(phase: str, error: str, folder: Path) -> Refusal:
 # judges: each returns a detail for the table, and raises a Refusal
 
 
+def sampled(rehearsal: Rehearsal, ran: Runs) -> str:
+    """Each metric has a score for each answer, also for an empty one, which a small model seldom gives."""
+    settings = rehearsal.settings
+    rows = read_samples(ran["whole"].folder / "samples.jsonl")
+    findings = []
+    for name, (error, count) in metric_errors(rows).items():
+        findings.append(metric_finding(name, error, f"{count} of {len(rows)} answers"))
+    findings = findings or list(metric_findings(load_metrics(settings)))
+    if "ZR177" not in ignored_codes(settings.ignore):
+        raise_errors([replace(found, level="error") for found in findings])
+    return ""
+
+
 def verified(rehearsal: Rehearsal, ran: Runs) -> str:
     """As `zero-recipes verify --deep`."""
     folder = ran["whole"].folder
@@ -152,7 +206,7 @@ def verified(rehearsal: Rehearsal, ran: Runs) -> str:
 
 
 def scheduled(rehearsal: Rehearsal, _: Runs) -> str:
-    """The real job's learning rate arrives at its end with the last step, and not before."""
+    """The real job's learning rate reaches its peak, and arrives at its end with the last step."""
     settings = rehearsal.settings
     steps = settings.max_steps
     if steps <= 0:
@@ -160,20 +214,10 @@ def scheduled(rehearsal: Rehearsal, _: Runs) -> str:
         if isinstance(rows, str):
             return f"not judged: {rows}"
         steps = steps_by_epochs(rows.epoch, settings, rehearsal.replicas)
-    warmup = settings.warmup_steps
-    schedule = get_scheduler(
-        settings.lr_scheduler_type,
-        torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate),
-        num_warmup_steps=int(warmup) if warmup >= 1 else round(warmup * steps),
-        num_training_steps=steps,
-        scheduler_specific_kwargs=dict(settings.lr_scheduler_kwargs or {}),
-    )
-    if not hasattr(schedule, "lr_lambdas"):
-        return "not judged: by the loss"
-    factors = [schedule.lr_lambdas[0](step) for step in range(1, steps)]  # the first step may have 0, of a warm-up
-    idle = factors.count(0)
-    if idle > 1:
-        raise refusal("ZR868", idle=idle, steps=steps)
+    findings = list(schedule_findings(settings, rehearsal.strategy, steps))
+    raise_errors(downgraded(findings, ignored_codes(settings.ignore)))
+    if schedule_of(settings, rehearsal.strategy, steps) is None:
+        return "not judged: it has no peak of its own"
     return f"ends with step {steps:,}"
 
 
@@ -206,6 +250,7 @@ def resumed_on_fewer(_: Rehearsal, ran: Runs) -> str:
 
 
 JUDGES = {
+    "samples": sampled,
     "verify": verified,
     "schedule": scheduled,
     "resume": resumed_alike,
