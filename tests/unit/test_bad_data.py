@@ -106,7 +106,8 @@ def test_sound_data_is_taken(tmp_path, kind, streams):
 def test_what_may_be_empty_is_taken(tmp_path):
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]}
     rows = [{"messages": [USER, calls, {"role": "tool", "content": "5"}]}] * 3
-    assert found_in(written(tmp_path, {"train.jsonl": lines(rows)})) == []
+    writes_calls = CHATML.replace("{{ m['content'] }}", "{{ m['content'] or '' }}{{ m['tool_calls'] | tojson }}", 1)
+    assert found_in(written(tmp_path, {"train.jsonl": lines(rows)}), template=writes_calls) == []
     (tmp_path / "csv").mkdir()
     content = b'instruction,input,output\n"a, b",,c\n"a\nb",x,c\n'
     assert found_in(written(tmp_path / "csv", {"train.csv": content}), **AS_ALPACA) == []

@@ -1,10 +1,14 @@
 """Do the trained tokens say what the rows say? Tokens are decoded again and held against the rows' texts.
 
-Each text of a row is looked for in the decoded tokens, in its order, with a loss or without one as the recipe and the
-row say. White space is left out on both sides: templates trim it, and tokenizers add it.
+A row's texts are its contents, part by part, its thoughts in whichever field or tags it has them, and its tool calls'
+names and arguments, before anything is made of them for the chat template. Each is looked for in the decoded tokens, in
+its order: it must stand there once, as it is, with a loss or without one as the recipe and the row say. White space is
+left out on both sides: templates trim it, and tokenizers add it.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,19 +16,32 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.core.findings import Finding, finding
+from zero_recipes.data.as_read import CLOSED, OPENED, TAG, Reads, mapping_of, messages_as_read
 from zero_recipes.data.audit import decoded_parts
-from zero_recipes.data.forms import Row
+from zero_recipes.data.forms import Row, tables
+from zero_recipes.data.masks import Chat, mask_by
 
 COMPARED_ROWS = 2000  # of a split, spread over all of it
-MERGED = 16  # characters at a prompt's end that may be part of the answer's first token
-END_OF_THOUGHT = "</think>"
+MERGED = 16  # characters at a text's edge that may be in one token with its neighbor's
+LONG_ENOUGH = 4  # characters: shorter texts stand in a row again by chance
+EMPTY_BLOCK = OPENED + CLOSED
+OWN_KEYS = ("weight", "silent_parts")  # of a message, which are not for the template
+PLACEHOLDER = "zr placeholder"
 
 
 class Text(NamedTuple):
     name: str
     text: str
-    has_loss: bool
-    can_merge: bool = False  # its end may be in one token with the next text's beginning
+    has_loss: bool | None  # None: either is right
+    turn: int = 0
+    merges_before: bool = False  # its beginning may be in one token with the text before it, that has another loss
+    merges_after: bool = False  # its end, with the text behind it
+    is_thought: bool = False
+    may_be_left_out: bool = False  # thoughts of an answer to an earlier question
+    has_own_block: bool = False  # the content has tags of thoughts
+    spellings: tuple[str, ...] = ()  # that say the same, without white space; else the text alone
+    wrong_spellings: tuple[str, ...] = ()  # that say something else
+    pieces: tuple["Text", ...] = ()  # that may stand for it
 
 
 class Tokens(NamedTuple):
@@ -34,32 +51,71 @@ class Tokens(NamedTuple):
     losses: bytes
 
 
+class Place(NamedTuple):
+    """Where a text stands in the tokens."""
+
+    start: int
+    stop: int
+    is_right: bool  # has its loss
+
+
+@dataclass
+class Faults:
+    """What is found in rows, by its kind: (number of the row, the text or the fault in words)."""
+
+    wrong_loss: list[tuple[int, str]] = field(default_factory=list)
+    lost: list[tuple[int, Text]] = field(default_factory=list)
+    changed: list[tuple[int, str]] = field(default_factory=list)
+    second_blocks: list[tuple[int, Text]] = field(default_factory=list)  # of thoughts, beside one of the template's
+    left_out: list[tuple[int, Text]] = field(default_factory=list)  # thoughts of earlier answers
+    empty_blocks: list[tuple[int, Text]] = field(default_factory=list)  # the template's, before answers without thoughts
+
+
 def as_written_findings(
-    rows: Dataset, tokenised: Dataset, tokenizer: Tokenizer, training_args, split: str
+    rows: Dataset,
+    tokenised: Dataset,
+    tokenizer: Tokenizer,
+    training_args,
+    split: str,
+    assistant_mask: str | None = None,
 ) -> Iterator[Finding]:
-    """What the tokens, whole, do not show of the rows' texts. At most two findings."""
+    """What the tokens, whole, do not show of the rows' texts. At most one finding of a kind.
+
+    `rows`: before they are made what the chat template reads. `assistant_mask`: the recipe's.
+    """
     if "input_ids" in rows.column_names:
         return
+    mask = mask_by(rows, tokenizer, training_args, assistant_mask)
     numbers = _spread(len(rows), COMPARED_ROWS)
     tokens = tokenised.select_columns(["input_ids", "labels"]).select(numbers)
-    wrong_loss: list[tuple[int, str]] = []
-    lost: list[tuple[int, Text]] = []
+    faults = Faults()
     for number, row, trained in zip(numbers, rows.select(numbers), tokens, strict=True):
-        fault = _fault(_texts(row, training_args), _decoded(trained, tokenizer), tokenizer)
-        if isinstance(fault, str):
-            wrong_loss.append((number, fault))
-        elif fault is not None:
-            lost.append((number, fault))
+        texts = _texts(row, training_args, mask)
+        _compare(number, texts, row, _decoded(trained, tokenizer), tokenizer, faults)
     compared = {"rows": len(numbers), "split": split}
-    if wrong_loss:
-        row, fault = wrong_loss[0]
-        yield finding("ZR527", count=len(wrong_loss), row=row, fault=fault, **compared)
-    if lost:
-        trained = [(number, text) for number, text in lost if text.has_loss]
-        row, text = (trained or lost)[0]
+    if faults.wrong_loss:
+        row, fault = faults.wrong_loss[0]
+        takes_another_mask = training_args.assistant_only_loss and mask != "turn"
+        mask_key = "set `assistant_mask: turn`, or " if takes_another_mask else ""
+        yield finding("ZR527", count=len(faults.wrong_loss), row=row, fault=fault, mask_key=mask_key, **compared)
+    if faults.lost:
+        trained = [(number, text) for number, text in faults.lost if text.has_loss]
+        row, text = (trained or faults.lost)[0]
         level = "error" if trained else "warning"
         words = text.text.strip()[:80]
-        yield finding("ZR528", level=level, count=len(lost), row=row, name=text.name, text=words, **compared)
+        yield finding("ZR528", level=level, count=len(faults.lost), row=row, name=text.name, text=words, **compared)
+    if faults.changed:
+        row, fault = faults.changed[0]
+        yield finding("ZR578", count=len(faults.changed), row=row, fault=fault, **compared)
+    if faults.second_blocks:
+        row, text = faults.second_blocks[0]
+        yield finding("ZR584", count=len(faults.second_blocks), row=row, name=text.name, **compared)
+    if faults.left_out:
+        row, text = faults.left_out[0]
+        yield finding("ZR579", count=len(faults.left_out), row=row, name=text.name, **compared)
+    if faults.empty_blocks:
+        row, text = faults.empty_blocks[0]
+        yield finding("ZR580", count=len(faults.empty_blocks), row=row, name=text.name, **compared)
 
 
 def _spread(count: int, most: int) -> range:
@@ -67,32 +123,164 @@ def _spread(count: int, most: int) -> range:
     return range(0, count, -(-count // most))
 
 
-def _texts(row: Row, training_args) -> list[Text]:
-    """Of a converted row, in their order."""
+# a row's texts
+
+
+def _texts(row: Row, training_args, mask: str | None) -> list[Text]:
+    """Of a converted row, in their order. `mask`: of `mask_by`."""
     on_prompt = training_args.completion_only_loss is False
     if isinstance(row.get("messages"), list):
-        return _turns(row["messages"], len(row["messages"]), True, training_args)
+        return _texts_of_turns(row["messages"], 0, training_args, mask)
     if isinstance(row.get("prompt"), list):
         turns = row["prompt"] + row["completion"]
-        return _turns(turns, len(row["prompt"]), on_prompt, training_args)
+        return _texts_of_turns(turns, 0 if on_prompt else len(row["prompt"]), training_args, mask)
     if "prompt" in row:
-        prompt = Text("prompt", row["prompt"], on_prompt, can_merge=True)
-        return [prompt, Text("completion", row["completion"], True)]
+        prompt = Text("prompt", row["prompt"], on_prompt, merges_after=True)
+        return [prompt, Text("completion", row["completion"], True, turn=1)]
     name = training_args.dataset_text_field
     return [Text(name, row[name], True)]
 
 
-def _turns(messages: list[Row], prompt_turns: int, on_prompt: bool, training_args) -> list[Text]:
+def _texts_of_turns(messages: list[Row], first_with_loss: int, training_args, mask: str | None) -> list[Text]:
     texts = []
+    questions = [number for number, message in enumerate(messages) if message["role"] == "user"]
     for number, message in enumerate(messages):
-        has_loss = on_prompt or number >= prompt_turns
+        has_loss = number >= first_with_loss
         if training_args.assistant_only_loss and message["role"] != "assistant":
             has_loss = False
         if message.get("weight") == 0:
             has_loss = False
         name = f"message {number} ({message['role']})"
-        texts.append(Text(name, message.get("content") or "", has_loss))
+        if message["role"] != "assistant":
+            found = _contents(message, name, has_loss)
+        else:
+            found = _thoughts(message, name, has_loss)
+            found += _contents(message, name, has_loss)
+            found += _calls(message, name, has_loss)
+        is_earlier = any(number < question for question in questions)
+        for text in found:
+            has_loss_or_not = text.has_loss
+            if text.is_thought and mask == "answer":  # begins with the content, whether thoughts are in it or before it
+                has_loss_or_not = None
+            may_be_left_out = text.is_thought and is_earlier
+            texts.append(text._replace(turn=number, may_be_left_out=may_be_left_out, has_loss=has_loss_or_not))
     return texts
+
+
+def _thoughts(message: Row, name: str, has_loss: bool) -> list[Text]:
+    """Those in fields of their own; the same text in two fields counts once."""
+    found = {}
+    for key in tables()["thoughts"]:
+        thoughts = message.get(key)
+        if isinstance(thoughts, str) and thoughts.strip() and thoughts not in found:
+            found[thoughts] = Text(f"{name}, {key}", thoughts, has_loss, is_thought=True)
+    return list(found.values())
+
+
+def _contents(message: Row, name: str, has_loss: bool) -> list[Text]:
+    """The content: several texts where its thoughts or its flags part it."""
+    content = message.get("content") or ""
+    silent = message.get("silent_parts") or []
+    thoughts = _spans_of_thoughts(content) if message["role"] == "assistant" else []
+    edges = {0, len(content)}
+    for first, last, *_ in silent + thoughts:
+        edges |= {first, last}
+    places = sorted(edges)
+    found = []
+    for first, last in zip(places, places[1:], strict=False):
+        text = content[first:last]
+        if thoughts:
+            text = TAG.sub("", text)
+        if not text.strip():
+            continue
+        parts = [part for begin, end, part in silent if begin <= first < end]
+        found.append(
+            Text(
+                f"{name}, part {parts[0]}" if parts else name,
+                text,
+                has_loss and not parts,
+                merges_before=not parts and any(end == first for _, end, _ in silent),
+                merges_after=not parts and any(begin == last for begin, _, _ in silent),
+                is_thought=any(begin <= first < end for begin, end in thoughts),
+                has_own_block=bool(thoughts),
+            )
+        )
+    return found or [Text(name, "", has_loss, has_own_block=bool(thoughts))]
+
+
+def _spans_of_thoughts(content: str) -> list[tuple[int, int]]:
+    """Of the thoughts in an answer's content, with their tags. A template may write the tag that opens the first."""
+    spans = []
+    opened = 0
+    is_open = True
+    has_opening_tag = False
+    for tag in TAG.finditer(content):
+        if tag[0] == OPENED:
+            opened = tag.start()
+            is_open = True
+            has_opening_tag = True
+        elif is_open:
+            spans.append((opened, tag.end()))
+            is_open = False
+    if is_open and has_opening_tag:
+        spans.append((opened, len(content)))
+    return spans
+
+
+def _calls(message: Row, name: str, has_loss: bool) -> list[Text]:
+    """Names and arguments of an answer's tool calls, whatever form they have."""
+    calls = message.get("tool_calls") or []
+    if isinstance(calls, str):
+        calls = json.loads(calls)
+    older = message.get("function_call")  # of OpenAI's first API
+    texts = []
+    for number, call in enumerate([*calls, *([older] if isinstance(older, Mapping) else [])]):
+        function = call.get("function")
+        if not isinstance(function, Mapping):
+            function = call
+        place = f"{name}, tool call {number}"
+        if isinstance(function.get("name"), str):
+            texts.append(Text(f"{place}, its name", function["name"], has_loss))
+        if function.get("arguments") is not None:
+            texts.append(_arguments(function["arguments"], f"{place}, its arguments", has_loss))
+    return texts
+
+
+def _arguments(arguments: Any, name: str, has_loss: bool) -> Text:
+    try:
+        value = mapping_of(arguments)
+    except ValueError:  # of a call that no template reads
+        value = arguments
+    found = _value(value, name, has_loss)
+    wrong = {_without_spaces(str(value))}  # as Python spells it
+    for spelling in found.spellings:
+        wrong.add(json.dumps(spelling, ensure_ascii=False)[1:-1])  # as a text within JSON
+    if isinstance(arguments, str):
+        wrong.add(json.dumps(_without_spaces(arguments), ensure_ascii=False)[1:-1])
+    return found._replace(wrong_spellings=tuple(wrong.difference(found.spellings)))
+
+
+def _value(value: Any, name: str, has_loss: bool) -> Text:
+    """A value of JSON: as JSON, a text also as it is; or all that is in it, as templates write it that have tags."""
+    spellings = [_without_spaces(json.dumps(value, ensure_ascii=ascii_alone)) for ascii_alone in (False, True)]
+    pieces = []
+    if isinstance(value, str):
+        within_quotes = [spelling[1:-1] for spelling in spellings]
+        return Text(name, value, has_loss, spellings=(_without_spaces(value), *within_quotes))
+    if isinstance(value, Mapping):
+        spellings.append(_without_spaces(json.dumps(value, ensure_ascii=False, sort_keys=True)))
+        for key, inner in value.items():
+            pieces.append(Text(name, str(key), has_loss))
+            pieces.append(_value(inner, name, has_loss))
+    elif isinstance(value, list):
+        pieces = [_value(inner, name, has_loss) for inner in value]
+    else:
+        spellings.append(str(value))  # None and True, as Jinja writes them
+    shown = json.dumps(value, ensure_ascii=False)
+    return Text(name, shown, has_loss, spellings=tuple(spellings), pieces=tuple(pieces))
+
+
+# in the tokens
 
 
 def _decoded(row: Row, tokenizer: Tokenizer) -> Tokens:
@@ -109,54 +297,181 @@ def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def _fault(texts: list[Text], tokens: Tokens, tokenizer: Tokenizer) -> str | Text | None:
-    """In words, the first text with a wrong loss; else the first Text that is not there."""
+def _compare(number: int, texts: list[Text], row: Row, tokens: Tokens, tokenizer: Tokenizer, faults: Faults) -> None:
+    """The first wrong loss or changed text of a row; else the first that is not there; else what is only to be said."""
     lost = None
+    left_out = None
+    behind_empty_block = None
     cursor = 0
+    turn = -1  # none yet
     for text in texts:
-        found, where = _find(text, tokens, cursor, tokenizer)
-        if found is None:
+        if text.turn != turn:
+            turn = text.turn
+            start_of_turn = cursor
+            is_first_of_turn = True
+        place = _find(text, tokens, cursor, tokenizer)
+        if place is None or not place.is_right:  # a template may write a turn's texts in another order
+            place = _find(text, tokens, start_of_turn, tokenizer) or place
+        if place is None or text.pieces:
+            spelling = _wrong_spelling(text, texts, tokens, cursor)
+            if spelling is not None:
+                fault = f"{text.name} are encoded once more, or as Python writes them: {spelling[:80]}"
+                faults.changed.append((number, fault))
+                return
+        if place is None and text.may_be_left_out:
+            left_out = left_out or text
+            continue
+        if place is None:
             lost = lost or text
-        elif not found:
-            return f"{text.name} has no loss on all of it" if text.has_loss else f"{text.name} has a loss"
-        else:
-            cursor = where
-    return lost
+            continue
+        if not place.is_right:
+            wrong = f"{text.name} has no loss on all of it" if text.has_loss else f"{text.name} has a loss"
+            faults.wrong_loss.append((number, wrong))
+            return
+        cursor = max(cursor, place.stop)
+        if not text.text.strip():
+            continue
+        before = tokens.text[start_of_turn : place.start]
+        if _has_blocks_of_two(text, before):
+            faults.second_blocks.append((number, text))
+            return
+        if is_first_of_turn and not text.is_thought and not text.has_own_block and EMPTY_BLOCK in before:
+            at = start_of_turn + before.index(EMPTY_BLOCK)
+            if 0 not in tokens.losses[at : at + len(EMPTY_BLOCK)]:
+                behind_empty_block = behind_empty_block or text
+        is_first_of_turn = False
+    if lost is not None:
+        faults.lost.append((number, lost))
+        return
+    repeated = _repeated(texts, row, tokens, tokenizer)
+    if repeated is not None:
+        faults.changed.append((number, f"{repeated.name} stands there more often: {repeated.text.strip()[:80]}"))
+        return
+    if left_out is not None:
+        faults.left_out.append((number, left_out))
+    if behind_empty_block is not None:
+        faults.empty_blocks.append((number, behind_empty_block))
 
 
-def _find(text: Text, tokens: Tokens, cursor: int, tokenizer) -> tuple[bool | None, int]:
-    """(whether the text is there with its loss, None where it is not there; its end)."""
-    is_there = None
-    for needle in _spellings(text.text, tokenizer):
+def _find(text: Text, tokens: Tokens, cursor: int, tokenizer: Tokenizer) -> Place | None:
+    """The first place from the cursor on that has the right loss, else any; None where the text is not there."""
+    wrong = None
+    for needle in text.spellings or _spellings(text.text, tokenizer):
         at = tokens.text.find(needle, cursor)
         while at >= 0:
-            is_there = False
             stop = at + len(needle)
             if _has_its_loss(text, tokens.losses[at:stop]):
-                return True, stop
+                return Place(at, stop, True)
+            wrong = wrong or Place(at, stop, False)
             at = tokens.text.find(needle, at + 1)
-        if is_there is not None:
-            break
-    return is_there, cursor
+        if wrong is not None:
+            return wrong
+    if not text.pieces:
+        return None
+    places = [_find(piece, tokens, cursor, tokenizer) for piece in text.pieces]
+    if None in places:
+        return None
+    start = min(place.start for place in places)
+    stop = max(place.stop for place in places)
+    return Place(start, stop, all(place.is_right for place in places))
 
 
 def _has_its_loss(text: Text, losses: bytes) -> bool:
-    if text.has_loss:
-        return 0 not in losses
-    certain = losses[:-MERGED] if text.can_merge else losses
-    return 1 not in certain
+    if text.has_loss is None:
+        return True
+    first = MERGED if text.merges_before else 0
+    last = len(losses) - (MERGED if text.merges_after else 0)
+    certain = losses[first : max(first, last)]
+    return (0 if text.has_loss else 1) not in certain
 
 
 def _spellings(text: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """As it is; as the tokenizer spells it (some change Unicode's forms); as an earlier turn without its thoughts."""
+    """As it is; as the tokenizer spells it (some change Unicode's forms)."""
     yield _without_spaces(text)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     again = _without_spaces(tokenizer.decode(ids))
     unknown = tokenizer.unk_token
     if unknown is None or again.count(unknown) == text.count(unknown):
         yield again
-    if END_OF_THOUGHT in text:
-        yield _without_spaces(text.rpartition(END_OF_THOUGHT)[2])
+
+
+def _wrong_spelling(text: Text, texts: list[Text], tokens: Tokens, cursor: int) -> str | None:
+    """A wrong spelling that stands before the next turn, in place of a right one."""
+    stop = len(tokens.text)
+    for other in texts:
+        words = _without_spaces(other.text)
+        if other.turn > text.turn and words:
+            at = tokens.text.find(words, cursor)
+            stop = stop if at < 0 else at
+            break
+    region = tokens.text[cursor:stop]
+    if any(spelling in region for spelling in text.spellings):
+        return None
+    for spelling in text.wrong_spellings:
+        if spelling in region:
+            return spelling
+    return None
+
+
+def _has_blocks_of_two(text: Text, before: str) -> bool:
+    """Whether a row's own block of thoughts stands behind or within one that the template writes.
+
+    `before`: what stands before the text in its turn.
+    """
+    if text.is_thought:
+        outside = before.removesuffix(OPENED)
+        return before.endswith(EMPTY_BLOCK) or outside.endswith((OPENED, EMPTY_BLOCK))
+    return text.has_own_block and before.endswith(EMPTY_BLOCK + EMPTY_BLOCK)
+
+
+def _repeated(texts: list[Text], row: Row, tokens: Tokens, tokenizer: Tokenizer) -> Text | None:
+    """A text that stands more often in the tokens than in the row and in what the template writes by itself."""
+    if not isinstance(row.get("messages") or row.get("prompt"), list):
+        return None
+    written = [_without_spaces(text.text) for text in texts]
+    by_itself = None
+    for words, text in zip(written, texts, strict=True):
+        if len(words) < LONG_ENOUGH:
+            continue
+        expected = max("\0".join(written).count(words), "".join(written).count(words))
+        found = tokens.text.count(words)
+        if found <= expected:
+            continue
+        if by_itself is None:
+            try:
+                by_itself = _written_by_template(row, tokenizer)
+            except Exception:  # it takes no placeholders
+                return None
+        if found > expected + by_itself.count(words):
+            return text
+    return None
+
+
+def _written_by_template(row: Row, tokenizer: Tokenizer) -> str:
+    """The row's conversation with placeholders for its texts, without white space."""
+    chat = Chat.of_row(row, tokenizer)
+    messages = []
+    for message in chat.messages:
+        message = dict(message)
+        for key in ("content", *tables()["thoughts"]):
+            if message.get(key):
+                message[key] = PLACEHOLDER
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            message["tool_calls"] = [_placeholder_call(call) for call in _as_list(message["tool_calls"])]
+        messages.append(message)
+    return _without_spaces(chat.render(messages_as_read(messages, Reads.of(tokenizer), row=0)))
+
+
+def _as_list(calls: Any) -> list[Row]:
+    return json.loads(calls) if isinstance(calls, str) else calls
+
+
+def _placeholder_call(call: Row) -> Row:
+    changed = {"name": PLACEHOLDER, "arguments": {}}
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return {**call, "function": {**function, **changed}}
+    return {**call, **changed}
 
 
 def unread_by_template(rows: Dataset, tokenizer: Tokenizer) -> list[str]:
@@ -172,4 +487,4 @@ def unread_by_template(rows: Dataset, tokenizer: Tokenizer) -> list[str]:
                 if isinstance(turns, list):
                     names += chain.from_iterable(turns)
     distinct = dict.fromkeys(names)
-    return [name for name in distinct if name != "weight" and name not in template]
+    return [name for name in distinct if name not in OWN_KEYS and name not in template]

@@ -5,8 +5,11 @@ names and weights count, and a row that does not fit is named. TRL 1.16 looks at
 """
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets import Dataset, Features, IterableDataset, Json, List, Value
@@ -15,6 +18,7 @@ from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.data.audit import TOKEN_COLUMNS, skips_preparation
+from zero_recipes.engine import huggingface
 
 Rows = Dataset | IterableDataset
 Row = dict[str, Any]
@@ -35,6 +39,20 @@ class Form(NamedTuple):
 
 
 TOKEN_IDS = Form("input_ids, as they are", frozenset(TOKEN_COLUMNS))
+
+
+@cache
+def code_digest() -> str:
+    """Hash of all code that makes rows.
+
+    The datasets library keeps what `map` has made, and knows a function by its name alone: without this among the
+    function's arguments, rows that an earlier version has converted would train in place of today's.
+    """
+    digest = hashlib.sha256(Path(huggingface.__file__).read_bytes())
+    for path in sorted(Path(__file__).parent.iterdir()):
+        if path.suffix in (".py", ".yaml"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class RowError(TypeError):
@@ -71,7 +89,53 @@ def column_kinds(rows: Rows) -> dict[str, str]:
             kinds[name] = "text"
         else:
             kinds[name] = feature.dtype
+    for name in _columns_of_encoded_turns(rows, [name for name, kind in kinds.items() if kind == "text"]):
+        kinds[name] = "turns"
     return kinds
+
+
+def _columns_of_encoded_turns(rows: Rows, columns: list[str]) -> list[str]:
+    """Those of the columns of text that hold messages as JSON.
+
+    Of a column that is named as a conversation's one row is enough; in others every row must, for a text may be a list.
+    """
+    first = next(iter(rows.take(1)), {})
+    candidates = []
+    for name in columns:
+        is_list = isinstance(first.get(name), str) and first[name].lstrip().startswith("[")
+        if is_list or name in tables()["conversations"]:
+            candidates.append(name)
+    if not candidates:
+        return []
+    encoded = []
+    values = rows.select_columns(candidates).take(INFORMATIVE_ROWS)
+    are_turns = [{name: encoded_turns(row[name]) is not None for name in candidates} for row in values]
+    for name in candidates:
+        enough = any if name in tables()["conversations"] else all
+        if enough(row[name] for row in are_turns):
+            encoded.append(name)
+    return encoded
+
+
+def encoded_turns(value: Any) -> list[Any] | None:
+    """The messages that a text holds as JSON; None where it holds none."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return None
+    try:
+        turns = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    return turns if any(map(_is_turn, turns)) else None
+
+
+def column_like_turns(rows: Rows, kinds: Mapping[str, str]) -> str | None:
+    """A column of text that looks like a list of messages, but is no JSON."""
+    first = next(iter(rows.take(1)), {})
+    for name in tables()["conversations"]:
+        value = first.get(name)
+        if kinds.get(name) == "text" and isinstance(value, str) and "".join(value.split()).startswith("[{"):
+            return name
+    return None
 
 
 def _kind_of_nested(rows: Rows, name: str, feature: Any) -> str:
@@ -115,6 +179,8 @@ def recognise(kinds: Mapping[str, str], settings: Settings, dataset_format: str 
             return _conversation(name, kinds)
     if not only_chat and kinds.get("input_ids", "null") != "null":
         return TOKEN_IDS
+    if not only_chat and kinds.get(text_field) == "turns":
+        return _conversation(text_field, kinds)
     if not only_chat and text_field in kinds:
         return _texts(f"{text_field}, as it is", text_field)
     return _pair(kinds, bool(settings.assistant_only_loss))
@@ -243,10 +309,16 @@ def alpaca_turns(row: Row) -> dict[str, list[dict[str, str]]]:
 
 
 def turns_of(row: Row, column: str) -> list[Row]:
-    """Messages: role, content, the turn's other keys, and `weight: 0` where it has no loss. Raises RowError."""
+    """Messages: role, content, the turn's other keys. Raises RowError.
+
+    `weight: 0` says that a message has no loss; `silent_parts`, as [first, end, number of the part], which characters
+    of its content have none.
+    """
     turns = row[column]
+    if isinstance(turns, str):
+        turns = encoded_turns(turns)
     if not isinstance(turns, list) or not turns:
-        raise RowError(f"{column} is {turns!r}, not a list of messages")
+        raise RowError(f"{column} is {row[column]!r}, not a list of messages")
     return [_message(turn, f"message {number} of {column}") for number, turn in enumerate(turns)]
 
 
@@ -258,17 +330,20 @@ def _message(turn: Any, place: str) -> Row:
         raise RowError(f"{place} has no role")
     text = _first_set(turn, "text")
     message = {"role": _role(turn[speaker], place), "content": None}
+    weight = _weight(turn, place)
+    silent_parts = []
     if text is not None:
-        message["content"] = _content(turn[text], place)
+        message["content"], silent_parts = _content(turn[text], place, weight)
     elif not turn.get("tool_calls"):
         raise RowError(f"{place} ({message['role']}) has no content")
-    weight = _weight(turn, place)
     consumed = {speaker, text, *tables()["weights"], *message}
     for name, value in turn.items():
         if name not in consumed and value is not None:
             message[name] = value
     if weight == 0:
         message["weight"] = 0
+    elif silent_parts:
+        message["silent_parts"] = silent_parts
     return message
 
 
@@ -288,19 +363,43 @@ def _role(name: Any, place: str) -> str:
     return role
 
 
-def _content(value: Any, place: str) -> str:
-    """Of a list of parts, as APIs write it, the texts joined."""
+def _content(value: Any, place: str, weight: int) -> tuple[str, list[list[int]]]:
+    """(the text, or the texts of a list of parts joined, as APIs write it; the turn's `silent_parts`).
+
+    `weight`: of the turn.
+    """
     if isinstance(value, str):
-        return value
+        return value, []
     if not isinstance(value, list):
         raise RowError(f"the content of {place} is {value!r}, not text")
-    texts = []
-    for part in value:
+    content = ""
+    silent_parts = []
+    for number, part in enumerate(value):
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
         if kind not in tables()["text_parts"] or not isinstance(part.get("text"), str):
             raise RowError(f"{place} has a part of the type {kind!r}; only texts can be trained")
-        texts.append(part["text"])
-    return "".join(texts)
+        first = len(content)
+        content += part["text"]
+        if _part_weight(part, f"part {number} of {place}", weight) == 0:
+            silent_parts.append([first, len(content), number])
+    return content, silent_parts
+
+
+def _part_weight(part: Mapping[str, Any], place: str, weight: int) -> int:
+    """1 for a loss, 0 for none. Raises RowError for keys of unknown meaning: they could say what is trained.
+
+    `weight`: of its turn.
+    """
+    own = _weight(part, place)
+    weights = tables()["weights"]
+    if weight == 0 and own == 1 and any(part.get(name) is not None for name in weights):
+        raise RowError(f"{place} has a loss, but its message has none")
+    known = {"type", "text", *weights, *tables()["part_notes"]}
+    for name, value in part.items():
+        is_empty = value is None or value in ("", [], {})
+        if name not in known and not is_empty:
+            raise RowError(f"{place} has `{name}`, which zero-recipes does not read")
+    return own
 
 
 def _weight(values: Mapping[str, Any], place: str) -> int:
@@ -321,8 +420,9 @@ def _weight(values: Mapping[str, Any], place: str) -> int:
     return min(found.values(), default=1)
 
 
-def _earlier_turns(history: list[Any]) -> list[Row]:
+def _earlier_turns(history: list[Any] | str) -> list[Row]:
     """`history`: pairs of a question and its answer, or messages."""
+    history = encoded_turns(history) or history
     if isinstance(history[0], Mapping):
         return turns_of({"history": history}, "history")
     turns = []
@@ -363,8 +463,8 @@ def convert(rows: Rows, form: Form, split: str = "the data") -> Rows:
             features = Features(dict.fromkeys(form.turns, TURNS))
             features.update({name: rows.features[name] for name in kept})
         removed = [name for name in columns if name not in kept]
-        convert_row = partial(_numbered, form.convert)
-        return rows.map(convert_row, with_indices=True, remove_columns=removed, features=features)
+        keywords = {"convert_row": form.convert, "code": code_digest()}
+        return rows.map(_numbered, with_indices=True, fn_kwargs=keywords, remove_columns=removed, features=features)
 
 
 def column_names(rows: Rows) -> list[str]:
@@ -378,16 +478,18 @@ def leave_out_weightless(rows: Rows, kinds: Mapping[str, str], split: str = "the
     if all(kinds.get(name, "null") == "null" for name in names):
         return rows
     with library_error_as_finding(f"reading the rows of {split}"), row_errors_as_findings(split):
-        return rows.filter(partial(_numbered, _has_weight), with_indices=True)
+        keywords = {"convert_row": _has_weight, "code": code_digest()}
+        return rows.filter(_numbered, with_indices=True, fn_kwargs=keywords)
 
 
 def _has_weight(row: Row) -> bool:
     return _weight(row, "the row") == 1
 
 
-def _numbered(function: Callable[[Row], Any], row: Row, number: int) -> Any:
+def _numbered(row: Row, number: int, convert_row: Callable[[Row], Any], code: str) -> Any:
+    """`convert_row` of the row; its errors know the row's number. `code`: for the cache (`code_digest`)."""
     try:
-        return function(row)
+        return convert_row(row)
     except RowError as error:
         error.row = number
         raise

@@ -97,6 +97,7 @@ def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
 
 def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
     """One after the other, by TRL's `fraction`, or drawn by `weight`."""
+    _refuse_unclear_shares(settings)
     parts = []
     found = []
     for entry in settings.datasets:
@@ -109,8 +110,24 @@ def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
         stop = settings.mixture_stopping_strategy
         return interleave_datasets(parts, weights, seed=settings.seed, stopping_strategy=stop), found
     if fractions:
+        whole = parts
         parts = _first_rows(parts, fractions)
+        for number, (part, rows) in enumerate(zip(parts, whole, strict=True)):
+            description = f"{found[number].description}; the first {len(part):,} of {len(rows):,} rows (fraction)"
+            found[number] = found[number]._replace(description=description)
     return concatenate_datasets(parts), found
+
+
+def _refuse_unclear_shares(settings: Settings) -> None:
+    """TRL's `fraction` is a share of the mixture. Beside `weight`, or on one data set alone, it would do nothing."""
+    fractions = [entry.get("fraction") for entry in settings.datasets]
+    weights = [entry.get("weight") for entry in settings.datasets]
+    if any(fraction is not None for fraction in fractions) and any(weight is not None for weight in weights):
+        raise refusal("ZR581")
+    if len(fractions) == 1 and fractions[0] not in (None, 1):
+        path = settings.datasets[0]["path"]
+        split = settings.datasets[0].get("split") or "train"
+        raise refusal("ZR582", path=path, fraction=fractions[0], split=split, percent=max(1, round(100 * fractions[0])))
 
 
 def _shares(key: str, settings: Settings) -> list[float]:
@@ -213,6 +230,9 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
         kinds = forms.column_kinds(rows)
     form = forms.recognise(kinds, settings, dataset_format)
     if form is None:
+        column = forms.column_like_turns(rows, kinds)
+        if column is not None:
+            raise refusal("ZR583", split=split, column=column)
         columns = [f"{name} ({kind})" for name, kind in sorted(kinds.items())]
         wanted = forms.tables()["wanted"]
         raise _unknown_columns(split, columns, wanted.get(dataset_format, wanted["any"]))
@@ -240,6 +260,7 @@ def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
     paths = [entry["path"] for entry in settings.datasets] or [settings.dataset_name]
     if not asks_hub and any(map(on_hub, set(paths) - packaged_formats())):
         return
+    _refuse_unclear_shares(settings)
     evaluates = settings.evaluates and settings.test_split_size is None  # else of rows that a stream has yet to read
     as_stream = settings.replace(
         dataset_streaming=True,

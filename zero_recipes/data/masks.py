@@ -1,27 +1,31 @@
 """Tokens and labels of rows, before they are truncated and packed: which tokens have a loss.
 
-TRL tokenizes and masks. It lacks masks of the assistant's turns for chat templates without `{% generation %}`, turns of
-`weight: 0`, and markers that a text and the tokenizer both write.
+TRL tokenizes and masks. It lacks masks of the assistant's turns for chat templates without `{% generation %}`, turns and
+parts of turns of `weight: 0`, and markers that a text and the tokenizer both write.
 """
 
+import contextlib
 import copy
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from zero_recipes.core.findings import library_error_as_finding, refusal
+from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
+from zero_recipes.data.as_read import TAG, as_read
 from zero_recipes.data.audit import token_batches
-from zero_recipes.data.forms import Row, Rows, column_names
+from zero_recipes.data.forms import Row, Rows, code_digest, column_names
 from zero_recipes.engine import huggingface
 
 ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
 ANSWER = "zero recipes"  # a text that no template changes
 NO_LOSS = -100
+TAGS_AND_SPACES = rf"(?:\s|{TAG.pattern})*"
 
 
 def tokenise(rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None = None) -> Rows:
@@ -33,8 +37,10 @@ def tokenise(rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: st
     return with_single_markers(rows, tokenised, tokenizer)[0]
 
 
-def tokenise_as_written(rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None) -> Rows:
-    """`tokenise`, with markers that stand twice."""
+def tokenise_as_written(
+    rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None, split: str = "the data"
+) -> Rows:
+    """`tokenise`, with markers that stand twice. Raises Refusal."""
     whole = copy.copy(training_args)
     whole.max_length = None
     whole.shuffle_dataset = False
@@ -42,12 +48,77 @@ def tokenise_as_written(rows: Rows, tokenizer: Tokenizer, training_args, assista
         whole.dataset_num_proc = workers(len(rows), training_args.dataset_num_proc)
     how = mask_by(rows, tokenizer, whole, assistant_mask)
     template = None
-    if how is not None:
-        rows = _with_masks(rows, how, tokenizer, whole)
-    elif "input_ids" not in column_names(rows):
-        template = huggingface.training_template(tokenizer, whole)
-    rows = huggingface.prepare_dataset(rows, tokenizer, whole, packing=False)
-    return _silenced(rows, template, tokenizer, whole)
+    if "input_ids" not in column_names(rows):
+        if how is None:
+            template = huggingface.training_template(tokenizer, whole)
+        rows = as_read(rows, tokenizer, template, whole.dataset_num_proc)
+    if not isinstance(rows, Dataset):
+        keywords = {"tokenizer": tokenizer, "chat_template": template, "split": split, "code": code_digest()}
+        rows = rows.map(_refuse_if_template_stops, with_indices=True, fn_kwargs=keywords)
+    with _template_errors_with_rows(rows, tokenizer, template, split):
+        if how is not None:
+            rows = _with_masks(rows, how, tokenizer, whole)
+        rows = huggingface.prepare_dataset(rows, tokenizer, whole, packing=False)
+        return _silenced(rows, template, tokenizer, whole)
+
+
+# what a chat template raises
+
+
+@contextlib.contextmanager
+def _template_errors_with_rows(rows: Rows, tokenizer: Tokenizer, template: str | None, split: str) -> Iterator[None]:
+    """An error while `rows` are tokenized becomes a Refusal that names the row and the message, if a template raises it.
+
+    Of a stream the rows are tokenized later, and each is looked at then.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        is_of_library = not isinstance(error, Refusal) or error.codes == ["ZR199"]
+        if is_of_library and isinstance(rows, Dataset):
+            for number, row in enumerate(rows):
+                _refuse_if_template_stops(row, number, tokenizer, template, split)
+        raise
+
+
+def _refuse_if_template_stops(
+    row: Row, number: int, tokenizer: Tokenizer, chat_template: str | None, split: str, code: str = ""
+) -> Row:
+    """The row, if the chat template can write it. `code`: for the cache (`code_digest`)."""
+    if not isinstance(row.get("messages") or row.get("prompt"), list):
+        return row
+    place = f"row {number} of {split}"
+    with library_error_as_finding(f"reading the tools of {place}"):
+        chat = Chat.of_row(row, tokenizer, chat_template)
+    if chat.prompt_turns:
+        _render_or_refuse(chat, chat.messages[: chat.prompt_turns], place, to_answer=True)
+    _render_or_refuse(chat, chat.messages, place)
+    return row
+
+
+def _render_or_refuse(chat: "Chat", messages: list[Row], place: str, to_answer: bool = False) -> str:
+    """The messages as text. Raises Refusal with the first message from which on the template stops."""
+    try:
+        return chat.render(messages, to_answer)
+    except MemoryError:
+        raise
+    except Exception as error:
+        count = len(messages)
+        while count > 1 and _stops(chat, messages[: count - 1]):
+            count -= 1
+        role = messages[count - 1]["role"]
+        with library_error_as_finding(f"writing {place}, message {count - 1} ({role}), with the chat template"):
+            raise error
+
+
+def _stops(chat: "Chat", messages: list[Row]) -> bool:
+    try:
+        chat.render(messages)
+    except Exception:  # templates and Jinja raise whatever they like
+        return True
+    return False
 
 
 def workers(rows: int, requested: int | None) -> int | None:
@@ -91,12 +162,13 @@ def mask_by(rows: Rows, tokenizer: Tokenizer, training_args, named: str | None =
 def _with_masks(rows: Rows, how: str, tokenizer: Tokenizer, training_args) -> Rows:
     """The rows with input_ids and assistant_masks. Raises Refusal."""
     with library_error_as_finding("masking all but the assistant's tokens"):
-        keywords = {"end": _end_of_turn(tokenizer), "how": how, "tokenizer": tokenizer}
+        keywords = {"end": _end_of_turn(tokenizer), "how": how, "tokenizer": tokenizer, "code": code_digest()}
         keywords["only_completion"] = training_args.completion_only_loss is not False
         return rows.map(_masked, with_indices=True, fn_kwargs=keywords, **_in_parallel(rows, training_args))
 
 
-def _masked(row: Row, number: int, end: str, how: str, only_completion: bool, tokenizer) -> Row:
+def _masked(row: Row, number: int, end: str, how: str, only_completion: bool, tokenizer, code: str) -> Row:
+    """`code`: for the cache (`code_digest`)."""
     chat = Chat.of_row(row, tokenizer)
     text = chat.render(chat.messages)
     first = chat.prompt_turns if only_completion else 0
@@ -149,7 +221,7 @@ def _span(chat: Chat, text: str, at: int, end: str, row: int) -> tuple[int, int]
     if at == 0:  # there is nothing to render before it
         start = _end_of_header(chat, text) if to_answer else 0
     else:
-        before = chat.render(chat.messages[:at], to_answer)
+        before = _render_or_refuse(chat, chat.messages[:at], f"row {row} up to message {at}", to_answer)
         if not text.startswith(before):
             raise refusal("ZR892", row=row, turn=at)
         start = len(before)
@@ -183,13 +255,25 @@ def _next_turn(text: str, stop: int) -> int:
     return len(text) - len(text[stop:].lstrip())
 
 
-def _tokens_inside(text: str, spans: list[tuple[int, int]], tokenizer) -> tuple[list[int], list[int]]:
-    """(the text's token ids, 1 for each token of which a character is inside one of the spans)."""
+def _tokens_inside(
+    text: str, spans: list[tuple[int, int]], tokenizer, parts: list[tuple[int, int]] | None = None
+) -> tuple[list[int], list[int]]:
+    """(the text's token ids, 1 for each token of which a character is inside one of the spans).
+
+    `parts`: spans that a token is not inside of if it shares spaces alone with it: " train" of "not this. train this"
+    is of the second part, whichever has the space.
+    """
     tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     offsets = np.array(tokens["offset_mapping"]).reshape(-1, 2)
     inside = np.zeros(len(offsets), dtype=np.int64)
     for start, stop in spans:
         inside[(offsets[:, 0] < stop) & (start < offsets[:, 1])] = 1
+    for start, stop in parts or []:
+        for token in np.flatnonzero((offsets[:, 0] < stop) & (start < offsets[:, 1])):
+            first, last = offsets[token]
+            shared = text[max(first, start) : min(last, stop)]
+            if shared.strip() or (start <= first and last <= stop):
+                inside[token] = 1
     return tokens["input_ids"], inside.tolist()
 
 
@@ -204,48 +288,122 @@ def _end_of_turn(tokenizer: Tokenizer) -> str:
     return min(written, key=tail.index)
 
 
-# turns of weight 0
+# turns of weight 0, and their parts
 
 
 def _silenced(rows: Rows, template: str | None, tokenizer: Tokenizer, training_args) -> Rows:
-    """Tokenized rows, with no loss on the turns of `weight: 0`. Raises Refusal.
+    """Tokenized rows, with no loss on the turns and the parts of `weight: 0`. Raises Refusal.
 
     `template`: which they are rendered by, if it is not the tokenizer's own.
     """
     columns = [name for name in ("messages", "prompt", "completion") if name in column_names(rows)]
     if not columns:
         return rows
-    if isinstance(rows, Dataset) and not any(map(_silent_turns, rows.select_columns(columns))):
+    if isinstance(rows, Dataset) and not any(map(_says_what_is_silent, rows.select_columns(columns))):
         return rows
     with library_error_as_finding("leaving turns of weight 0 without a loss"):
-        keywords = {"tokenizer": tokenizer, "chat_template": template}
+        keywords = {"tokenizer": tokenizer, "chat_template": template, "code": code_digest()}
+        keywords["only_completion"] = training_args.completion_only_loss is not False
+        keywords["assistant_only"] = bool(training_args.assistant_only_loss)
         return rows.map(_silence, with_indices=True, fn_kwargs=keywords, **_in_parallel(rows, training_args))
 
 
-def _silent_turns(row: Row) -> list[int]:
-    """Numbers of the messages that the row gives no loss."""
-    messages = row.get("messages") or []
+def _messages(row: Row) -> list[Row]:
+    """Of the whole conversation; empty for a row of texts."""
     if isinstance(row.get("prompt"), list):
-        messages = row["prompt"] + row["completion"]
-    return [number for number, message in enumerate(messages) if message.get("weight") == 0]
+        return row["prompt"] + row["completion"]
+    return row.get("messages") or []
 
 
-def _silence(row: Row, number: int, tokenizer: Tokenizer, chat_template: str | None) -> Row:
-    silent = _silent_turns(row)
-    if not silent:
+def _says_what_is_silent(row: Row) -> bool:
+    return any(message.get("weight") == 0 or message.get("silent_parts") for message in _messages(row))
+
+
+def _silence(
+    row: Row, number: int, tokenizer: Tokenizer, chat_template: str | None, only_completion: bool, assistant_only: bool,
+    code: str,
+) -> Row:
+    """`only_completion`, `assistant_only`: what has no loss anyway. `code`: for the cache (`code_digest`)."""
+    if not _says_what_is_silent(row):
         return {"labels": row["labels"]}
     chat = Chat.of_row(row, tokenizer, chat_template)
     text = chat.render(chat.messages)
     end = _end_of_turn(tokenizer)
     spans = []
-    for at in silent:
-        start, stop = _span(chat, text, at, end, number)
-        spans.append((start, _next_turn(text, stop)))
-    ids, inside = _tokens_inside(text, spans, tokenizer)
+    parts = []
+    for at, message in enumerate(chat.messages):
+        has_no_loss = (only_completion and at < chat.prompt_turns) or (assistant_only and message["role"] != "assistant")
+        if message.get("weight") == 0:
+            start, stop = _span(chat, text, at, end, number)
+            spans.append((start, _next_turn(text, stop)))
+        elif message.get("silent_parts") and not has_no_loss:
+            start, stop = _span(chat, text, at, end, number)
+            for first, last, part in message["silent_parts"]:
+                found = _places_of_part(message, text[start:stop], first, last)
+                if found is None:
+                    raise refusal("ZR577", row=number, turn=at, part=part)
+                parts += [(start + begin, start + finish) for begin, finish in found]
+    ids, inside = _tokens_inside(text, spans, tokenizer, parts)
     if ids != row["input_ids"]:
         raise ValueError(f"row {number}: its tokens are not those of its text")
     labels = np.where(inside, NO_LOSS, row["labels"])
     return {"labels": labels.tolist()}
+
+
+def _places_of_part(message: Row, text: str, first: int, last: int) -> list[tuple[int, int]] | None:
+    """Where characters `first` to `last` of a content stand in the `text` of its turn; None where that is not certain.
+
+    A template may trim a content, and write its thoughts elsewhere. Tags of thoughts belong to the part that has them.
+    """
+    content = message.get("content_as_written", message["content"])
+    placed = _placed(content, text)
+    if placed is None:
+        return None
+    found = []
+    for offset, piece, at in placed:
+        begin = max(first, offset)
+        finish = min(last, offset + len(piece))
+        if begin >= finish:
+            continue
+        start = at + begin - offset
+        stop = at + finish - offset
+        if TAG.search(content[first:begin]):
+            before = re.search(TAGS_AND_SPACES + "$", text[:start])
+            start = before.start()
+        if TAG.search(content[finish:last]):
+            stop += re.match(TAGS_AND_SPACES, text[stop:]).end()
+        found.append((start, stop))
+    return found
+
+
+def _placed(content: str, text: str) -> list[tuple[int, str, int]] | None:
+    """Pieces of a content as (where it begins there, the piece, where it begins in `text`): one, or those between tags.
+
+    None where a piece is not there, or could be at several places.
+    """
+    whole = content.strip()
+    offset = content.find(whole)
+    begins = len(text) - len(text.lstrip())
+    if text.startswith(whole, begins):
+        return [(offset, whole, begins)]
+    if text.count(whole) == 1:
+        return [(offset, whole, text.find(whole))]
+    placed = []
+    cursor = 0
+    offset = 0
+    for written in TAG.split(content):
+        piece = written.strip()
+        if piece:
+            at = text.find(piece, cursor)
+            follows = re.fullmatch(TAGS_AND_SPACES, text[cursor:at]) is not None
+            if at < 0 or (not follows and text.count(piece, cursor) > 1):
+                return None
+            placed.append((content.find(piece, offset), piece, at))
+            cursor = at + len(piece)
+        offset += len(written)
+        tag = TAG.match(content, offset)
+        offset += len(tag[0]) if tag else 0
+    return placed
 
 
 # markers that are there twice
@@ -264,7 +422,7 @@ def with_single_markers(rows: Rows, tokenised: Rows, tokenizer: Tokenizer) -> tu
         doubled = _rows_with_doubled_markers(tokenised, tokenizer)
         if not doubled:
             return tokenised, []
-    markers = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+    markers = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "code": code_digest()}
     return tokenised.map(_keep_one, fn_kwargs=markers), doubled
 
 
@@ -314,7 +472,8 @@ def _doubled(ids: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:
     return again
 
 
-def _keep_one(row: Row, bos: int | None, eos: int | None) -> Row:
+def _keep_one(row: Row, bos: int | None, eos: int | None, code: str) -> Row:
+    """`code`: for the cache (`code_digest`)."""
     ids = np.asarray(row["input_ids"], dtype=np.int64)
     labels = np.asarray(row["labels"], dtype=np.int64)
     again = _doubled(ids, bos, eos)

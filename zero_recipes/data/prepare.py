@@ -50,9 +50,6 @@ DAY = 86400.0  # seconds: nothing is prepared for longer
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
 PLANNED_ROWS = 2000  # tokenised for a plan, spread over all: Alpaca's mean is then known to 2 %
 _VERSIONS = ("trl", "transformers", "datasets")
-# our own code that makes rows
-_OUR_PARTS = [Path(__file__), Path(forms.__file__).with_suffix(".yaml")]
-_OUR_PARTS += [Path(part.__file__) for part in (as_written, audits, forms, load, masks, huggingface)]
 
 
 class Data(NamedTuple):
@@ -235,13 +232,14 @@ def prepare_split(
         if audits.skips_preparation(training_args):
             tokenised = ready = rows
         else:
-            tokenised = masks.tokenise_as_written(rows, tokenizer, training_args, ours.assistant_mask)
+            tokenised = masks.tokenise_as_written(rows, tokenizer, training_args, ours.assistant_mask, split)
             tokenised, doubled = masks.with_single_markers(rows, tokenised, tokenizer)
             if doubled:
                 markers = " and ".join(dict.fromkeys([str(tokenizer.bos_token), str(tokenizer.eos_token)]))
                 about = {"count": len(doubled), "rows": len(rows), "split": split, "row": doubled[0]}
                 findings.append(finding("ZR530", **about, markers=markers))
-            findings += as_written_findings(rows, tokenised, tokenizer, training_args, split)
+            mask = ours.assistant_mask
+            findings += as_written_findings(rows, tokenised, tokenizer, training_args, split, mask)
             ready = finish(tokenised, tokenizer, training_args, packing, ours)
     found = audits.audit(rows, tokenised, ready, tokenizer, training_args, ours)
     findings += audits.audit_findings(found, rows, tokenizer, training_args, ours, split, read_as)
@@ -296,8 +294,7 @@ def _folder(data: Data, training_args, ours: RowKeys) -> Path:
     known["train"] = huggingface.fingerprint(data.train)
     known["eval"] = data.evaluation and huggingface.fingerprint(data.evaluation)
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())
-    for path in _OUR_PARTS:
-        digest.update(path.read_bytes())
+    digest.update(forms.code_digest().encode())
     digest.update(repr(data.tokenizer).encode())  # its configuration: the file also says how it was loaded
     with tempfile.TemporaryDirectory() as folder:
         data.tokenizer.save_pretrained(folder)

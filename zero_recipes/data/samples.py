@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import library_error_as_finding, refusal
+from zero_recipes.data.as_read import Reads, messages_as_read
 from zero_recipes.data.forms import alpaca_prompt, alpaca_row, tables, turns_of
 from zero_recipes.data.load import MissingSplit, load_rows
 from zero_recipes.data.masks import Chat, tokenise, without_beginning
@@ -75,7 +76,7 @@ def choose_samples(
     samples = []
     for number, row in enumerate(rows):
         with library_error_as_finding(f"making a prompt of row {number} of {source} (sample_prompts)"):
-            samples.append(_sample(form(row), tokenizer, source))
+            samples.append(_sample(form(row), number, tokenizer, source))
     return samples
 
 
@@ -83,7 +84,7 @@ def _prompt_row(wrap: Callable[[str], str], prompt: Any) -> dict[str, str]:
     return {"prompt": wrap(_text(prompt))}
 
 
-def _sample(row: dict[str, Any], tokenizer: Tokenizer, source: str) -> Sample:
+def _sample(row: dict[str, Any], number: int, tokenizer: Tokenizer, source: str) -> Sample:
     kept = {key: row[key] for key in tables()["kept"] if row.get(key)}
     prompt, completion = _prompt_and_completion(row)
     trained = None
@@ -91,7 +92,8 @@ def _sample(row: dict[str, Any], tokenizer: Tokenizer, source: str) -> Sample:
         trained = {"prompt": prompt, "completion": completion} | kept
     templated = isinstance(prompt, list)
     if templated:
-        prompt = Chat.of_row({"messages": prompt} | kept, tokenizer).render(prompt, to_answer=True)
+        read = messages_as_read(prompt, Reads.of(tokenizer), number)
+        prompt = Chat.of_row({"messages": read} | kept, tokenizer).render(read, to_answer=True)
         completion = completion and completion[-1]["content"]
     else:
         prompt = without_beginning(_text(prompt), tokenizer)
