@@ -68,7 +68,9 @@ class Faults:
     changed: list[tuple[int, str]] = field(default_factory=list)
     second_blocks: list[tuple[int, Text]] = field(default_factory=list)  # of thoughts, beside one of the template's
     left_out: list[tuple[int, Text]] = field(default_factory=list)  # thoughts of earlier answers
-    empty_blocks: list[tuple[int, Text]] = field(default_factory=list)  # the template's, before answers without thoughts
+    empty_blocks: list[tuple[int, Text]] = field(
+        default_factory=list
+    )  # the template's, before answers without thoughts
 
 
 def as_written_findings(

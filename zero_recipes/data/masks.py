@@ -320,7 +320,12 @@ def _says_what_is_silent(row: Row) -> bool:
 
 
 def _silence(
-    row: Row, number: int, tokenizer: Tokenizer, chat_template: str | None, only_completion: bool, assistant_only: bool,
+    row: Row,
+    number: int,
+    tokenizer: Tokenizer,
+    chat_template: str | None,
+    only_completion: bool,
+    assistant_only: bool,
     code: str,
 ) -> Row:
     """`only_completion`, `assistant_only`: what has no loss anyway. `code`: for the cache (`code_digest`)."""
@@ -332,7 +337,9 @@ def _silence(
     spans = []
     parts = []
     for at, message in enumerate(chat.messages):
-        has_no_loss = (only_completion and at < chat.prompt_turns) or (assistant_only and message["role"] != "assistant")
+        has_no_loss = (only_completion and at < chat.prompt_turns) or (
+            assistant_only and message["role"] != "assistant"
+        )
         if message.get("weight") == 0:
             start, stop = _span(chat, text, at, end, number)
             spans.append((start, _next_turn(text, stop)))

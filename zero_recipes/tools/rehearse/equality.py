@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import refusal
 from zero_recipes.tools.rehearse import observed, plain
 
+SCRIPT = Path(observed.__file__)  # run_sft.py, observed
 MODEL = "equal-model"  # the folder of the small model without dropout
 # In a model's configuration, what draws random numbers.
 RANDOM = re.compile(r"drop|jitter")
@@ -103,8 +103,3 @@ def judged_equal(out: Path, settings: Settings, recipe: Path, without: list[str]
     if isinstance(found, plain.Difference):
         raise refusal("ZR885", what=found.what, run=found.run, plain=found.plain, folder=out)
     return f"{found}{', without ' if without else ''}{', '.join(without)}"
-
-
-def settings_of(recipe: Path, words: list[str]) -> Settings:
-    """Of a launch with these overrides."""
-    return recipes.parse_recipe(recipe, recipes.recipe_in_force(recipe), words).settings

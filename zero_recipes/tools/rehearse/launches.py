@@ -33,9 +33,9 @@ from zero_recipes.data.samples import takes_rows
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.schema import FILE, Metrics
 from zero_recipes.tools import sweep
-from zero_recipes.tools.rehearse import one_gpu
+from zero_recipes.tools.rehearse import equality, one_gpu
 from zero_recipes.tools.rehearse.forked import ForkServer
-from zero_recipes.tools.rehearse.phases import DATA, FIRST, RESUMED, Ran, Rehearsal, table_of
+from zero_recipes.tools.rehearse.phases import ALONE, DATA, EQUAL, FIRST, RESUMED, Ran, Rehearsal, table_of
 from zero_recipes.tools.rehearse.small import make_small
 
 MOST_RANKS = 4
@@ -68,7 +68,7 @@ def rehearse(arguments: argparse.Namespace) -> int:
     findings = [row.finding for row in rows if row.finding is not None]
     if findings:
         console.print(plain(shown(findings)), soft_wrap=True)
-        statuses = [one.metrics.status for name, one in ran.items() if name not in RESUMED]
+        statuses = [one.metrics.status for name, one in ran.items() if name not in ALONE]
         return REFUSED if "refused" in statuses else FAILED
     if arguments.output_dir is None:
         shutil.rmtree(folder)
@@ -111,12 +111,15 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
         with working(f"making a small {settings.model_name_or_path}", console):
             model = make_small(recipes.parse_recipe(path, mapping, words).settings, small, arguments.layers)
         words += ["--model_name_or_path", str(small), "--model_revision", "main", "--random_weights", "false"]
-        if names_layers(settings):
-            words.append(f"--ignore={','.join(sorted({*ignored_codes(settings.ignore), 'ZR446'}))}")
+    words.append(f"--ignore={','.join(ignored_in(settings, arguments.full))}")
+    equal = None
+    why_not_equal = equality.why_not_launched(settings, is_small=not arguments.full and arguments.layers is None)
+    if why_not_equal is None:
+        equal = equality.equal_launch(recipes.parse_recipe(path, mapping, words).settings, folder / "model")
     console.print(plain(f"{model}\n{place}"), soft_wrap=True)
     config_file = arguments.config_file or file_named(mapping) or at_hand(FOLDER / "ddp.yaml")
     nccl = one_gpu.nccl_library() if cards == 1 < ranks else None
-    return Rehearsal(path, settings, replicas, words, config_file, ranks, nccl, shortens)
+    return Rehearsal(path, settings, replicas, words, config_file, ranks, nccl, shortens, equal, why_not_equal)
 
 
 def ranks_of(gpus: int, cards: int, cores: int, shares: int) -> int:
@@ -135,11 +138,18 @@ def shortened(settings: recipes.Settings, replicas: int) -> dict[str, Any]:
         values["global_batch_size"] = settings.per_device_train_batch_size * passes * replicas
     if settings.warmup_steps >= 1:
         values["warmup_steps"] = 1
-    # the phase `schedule` judges that of the job; three steps have another
-    values["ignore"] = ",".join(sorted(ignored_codes(settings.ignore).union(schedule.CODES)))
     if takes_rows(settings.sample_prompts):
         values["sample_prompts"] = min(int(settings.sample_prompts), MOST_SAMPLES)
     return values
+
+
+def ignored_in(settings: recipes.Settings, is_whole: bool) -> list[str]:
+    """Codes that the launches ignore: the recipe's, and what is so of a rehearsal alone."""
+    codes = ignored_codes(settings.ignore)
+    codes |= set(schedule.CODES)  # the phase `schedule` judges that of the job; three steps have another
+    if not is_whole and names_layers(settings):
+        codes |= {"ZR446"}
+    return sorted(codes)
 
 
 def names_layers(settings: recipes.Settings) -> bool:
@@ -189,7 +199,7 @@ def launch_all(rehearsal: Rehearsal, folder: Path, console: Console) -> dict[str
         for name in rehearsal.launches:
             label = f"[{len(ran) + 1}/{len(rehearsal.launches)}] {name}"
             ran[name] = launched(rehearsal, folder / name, label, console, server if ran else None)
-            if not (ran[name].is_over or name in RESUMED):
+            if not (ran[name].is_over or name in ALONE):
                 break
     return ran
 
@@ -242,7 +252,8 @@ def command_of(rehearsal: Rehearsal, out: Path) -> list[str]:
 
 def script_of(rehearsal: Rehearsal, out: Path) -> list[str]:
     """The script with its arguments, as each rank has them."""
-    words = [at_hand("run_sft.py"), rehearsal.recipe, "--output_dir", out, *rehearsal.words]
+    script = equality.SCRIPT if out.name == EQUAL else at_hand("run_sft.py")
+    words = [script, rehearsal.recipe, "--output_dir", out, *rehearsal.words]
     return [str(word) for word in (*words, *rehearsal.launches[out.name])]
 
 

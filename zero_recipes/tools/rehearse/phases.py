@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zero_recipes.checkpoint.save import NotWhole, read_manifest
 from zero_recipes.checks.schedule import schedule_findings, schedule_of
 from zero_recipes.config.accelerate import launched_environment
-from zero_recipes.config.recipe import Settings, steps_by_epochs
+from zero_recipes.config.recipe import Settings, parse_recipe, recipe_in_force, steps_by_epochs
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import (
@@ -27,6 +27,7 @@ from zero_recipes.metrics.read_runs import metric_errors, read_samples
 from zero_recipes.metrics.schema import Metrics
 from zero_recipes.metrics.scores import load_metrics, metric_finding, metric_findings
 from zero_recipes.model import size_of
+from zero_recipes.tools.rehearse.equality import EqualLaunch, judged_equal
 from zero_recipes.tools.verify import verify
 
 DATA = package_yaml(__package__, "rehearsal.yaml")
@@ -34,6 +35,8 @@ FIRST = "checkpoint-2"
 LAST = "checkpoint-3"
 APART = 0.05  # of losses on half as many ranks: sums in another order, other random numbers of dropout
 RESUMED = ("resumed", "fewer")  # launches
+EQUAL = "equal"  # the launch whose steps plain torch takes too
+ALONE = (EQUAL, *RESUMED)  # launches that no other goes on from
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Rehearsal:
     ranks: int
     nccl: Path | None  # its library, for several ranks on one GPU
     shortens: bool = False  # rows, after the launch with the longest
+    equal: EqualLaunch | None = None  # how the job is launched to be compared with plain torch
+    why_not_equal: str | None = None  # in words, where it is not
 
     @property
     def launches(self) -> dict[str, list[str]]:
@@ -65,6 +70,8 @@ class Rehearsal:
             if self.why_left_out(name) is None:
                 texts = [DATA["overrides"][part] for part in parts if applies.get(part, True)]
                 launches[name] = " ".join(texts).split()
+        if self.equal is not None:
+            launches[EQUAL] += self.equal.words
         return launches
 
     @property
@@ -78,6 +85,8 @@ class Rehearsal:
 
     def why_left_out(self, launch: str) -> str | None:
         """None of a launch that is made."""
+        if launch == EQUAL:
+            return self.why_not_equal
         if launch not in ("killed", *RESUMED):
             return None
         if self.why_without_resume is not None:
@@ -161,7 +170,7 @@ def judged(phase: str, key: str | None, breaks: str | None, rehearsal: Rehearsal
     metrics = mine.metrics
     seconds = mine.seconds if key == "launch" else (metrics.phase_seconds or {}).get(key)
     code = (metrics.failure and metrics.failure.code) or ""
-    if metrics.status == "refused" and mine.folder.name in RESUMED:  # the strategy, or the order of the rows
+    if metrics.status == "refused" and mine.folder.name in ALONE:  # the strategy, or the order of the rows
         reason = metrics.failure.reason if metrics.failure else None
         return Row(phase, "left out", seconds, ": ".join(filter(None, [code, reason])))
     if key == "eval" and not (seconds or breaks):
@@ -221,6 +230,14 @@ def scheduled(rehearsal: Rehearsal, _: Runs) -> str:
     return f"ends with step {steps:,}"
 
 
+def equal_to_plain_torch(rehearsal: Rehearsal, ran: Runs) -> str:
+    """Plain torch takes the same steps in one process, and comes to the same."""
+    out = ran[EQUAL].folder
+    words = [*rehearsal.words, *rehearsal.launches[EQUAL], "--output_dir", str(out)]
+    settings = parse_recipe(rehearsal.recipe, recipe_in_force(rehearsal.recipe), words).settings
+    return judged_equal(out, settings, rehearsal.recipe, rehearsal.equal.without)
+
+
 def resumed_alike(_: Rehearsal, ran: Runs) -> str:
     """The killed and resumed run is the uninterrupted one, bit for bit."""
     one = outcome(ran["whole"])
@@ -250,6 +267,7 @@ def resumed_on_fewer(_: Rehearsal, ran: Runs) -> str:
 
 
 JUDGES = {
+    "plain torch": equal_to_plain_torch,
     "samples": sampled,
     "verify": verified,
     "schedule": scheduled,
