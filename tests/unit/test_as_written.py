@@ -154,8 +154,8 @@ def test_a_part_whose_place_is_not_certain_is_refused(tmp_path):
 def test_arguments_as_text_and_as_a_mapping_train_as_the_same_tokens(tmp_path, template, words):
     arguments = {"city": "Rome", "n": 1}
     rows = []
-    for given in (json.dumps(arguments), arguments):
-        rows.append(chat(ASK, answer("", tool_calls=call(given)), RESULT, answer("Done.")))
+    for form in (json.dumps(arguments), arguments):
+        rows.append(chat(ASK, answer("", tool_calls=call(form)), RESULT, answer("Done.")))
     data = made(tmp_path, TEMPLATES[template], *rows)
     assert data.train[0]["input_ids"] == data.train[1]["input_ids"]
     assert f"<call>{words}</call>" in with_loss(data.train[0])
@@ -167,9 +167,9 @@ def test_a_template_that_takes_text_writes_it_as_the_row_has_it(tmp_path):
     assert '<call>look_up {"city":"Rome"}</call>' in with_loss(data.train[0])
 
 
-@pytest.mark.parametrize("given", [None, "", " "])
-def test_no_arguments_are_an_empty_mapping(tmp_path, given):
-    data = made(tmp_path, TEMPLATES["json"], chat(ASK, answer("", tool_calls=call(given))))
+@pytest.mark.parametrize("nothing", [None, "", " "])
+def test_no_arguments_are_an_empty_mapping(tmp_path, nothing):
+    data = made(tmp_path, TEMPLATES["json"], chat(ASK, answer("", tool_calls=call(nothing))))
     assert "<call>look_up {}</call>" in with_loss(data.train[0])
 
 
@@ -285,7 +285,9 @@ def test_thoughts_that_the_template_does_not_write_are_found(tmp_path):
 
 
 def test_thoughts_of_earlier_answers_that_are_left_out_are_said(tmp_path):
-    last_alone = TEMPLATES["json"].replace("{% if m['reasoning_content'] %}", "{% if m['reasoning_content'] and loop.last %}")
+    last_alone = TEMPLATES["json"].replace(
+        "{% if m['reasoning_content'] %}", "{% if m['reasoning_content'] and loop.last %}"
+    )
     row = chat(ASK, answer("Red.", reasoning="Hmm, a fish."), ASK, answer("Blue.", reasoning="Well, a bird."))
     data = made(tmp_path, last_alone, row)
     assert codes(data) == ["ZR579"] and "1 of 1 rows" in data.findings[0].what
@@ -307,7 +309,9 @@ def test_a_text_that_a_template_writes_twice_is_found(tmp_path, content):
     row = chat(ASK, answer(content), {"role": "user", "content": "assistant or user?"}, answer("Yes."))
     assert codes(made(tmp_path, TEMPLATE, row)) == []
     (tmp_path / "twice").mkdir()
-    twice = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}{% if loop.index0 == 1 %} {{ m['content'] }}{% endif %}")
+    twice = TEMPLATE.replace(
+        "{{ m['content'] }}", "{{ m['content'] }}{% if loop.index0 == 1 %} {{ m['content'] }}{% endif %}"
+    )
     refusal = refused(tmp_path / "twice", twice, row)
     assert refusal.codes == ["ZR578"] and "message 1 (assistant) stands there more often" in refusal.what
 
@@ -392,7 +396,7 @@ def conversations(draw) -> tuple[list[dict[str, Any]], dict[str, bool], set[str]
         if draw(st.booleans()):
             holds.add("calls")
             arguments = {"city": text(has_loss), "days": [1, None, True]}
-            as_text = json.dumps(arguments, ensure_ascii=draw(st.booleans()))
+            as_text = json.dumps(arguments, ensure_ascii=False)
             turn["tool_calls"] = call(draw(st.sampled_from([arguments, as_text])))
             turns += [turn, {"role": "tool", "content": f"Found {next(numbers) + 1000}."}]
             turn = answer(text(True))
@@ -411,7 +415,9 @@ def test_each_text_of_a_row_trains_once_or_the_row_is_refused(examples):
         cannot = name == "contents alone" and (fields or "calls" in holds)
         cannot = cannot or (name == "block" and "unclosed" in holds)
         with tempfile.TemporaryDirectory() as folder:
-            data = written(Path(folder), {"train.jsonl": lines([chat(ASK, answer("First.", reasoning="x")), chat(*turns)])})
+            data = written(
+                Path(folder), {"train.jsonl": lines([chat(ASK, answer("First.", reasoning="x")), chat(*turns)])}
+            )
             if name == "contents alone":
                 (data / "train.jsonl").write_bytes(lines([chat(ASK, answer("First.")), chat(*turns)]))
             try:

@@ -9,7 +9,7 @@ left out on both sides: templates trim it, and tokenizers add it.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from datasets import Dataset
@@ -70,7 +70,9 @@ class Faults:
     changed: list[tuple[int, str]] = field(default_factory=list)
     second_blocks: list[tuple[int, Text]] = field(default_factory=list)  # of thoughts, beside one of the template's
     left_out: list[tuple[int, Text]] = field(default_factory=list)  # thoughts of earlier answers
-    empty_blocks: list[tuple[int, Text]] = field(default_factory=list)  # the template's, before answers without thoughts
+    empty_blocks: list[tuple[int, Text]] = field(
+        default_factory=list
+    )  # the template's, before answers without thoughts
 
 
 def as_written_findings(
@@ -187,9 +189,8 @@ def _contents(message: Row, name: str, has_loss: bool) -> list[Text]:
     edges = {0, len(content)}
     for first, last, *_ in silent + thoughts:
         edges |= {first, last}
-    places = sorted(edges)
     found = []
-    for first, last in zip(places, places[1:], strict=False):
+    for first, last in pairwise(sorted(edges)):
         text = content[first:last]
         if thoughts:
             text = TAG.sub("", text)

@@ -1,7 +1,7 @@
 """Tokens and labels of rows, before they are truncated and packed: which tokens have a loss.
 
-TRL tokenizes and masks. It lacks masks of the assistant's turns for chat templates without `{% generation %}`, turns and
-parts of turns of `weight: 0`, and markers that a text and the tokenizer both write.
+TRL tokenizes and masks. It lacks masks of the assistant's turns for chat templates without `{% generation %}`, turns
+and parts of turns of `weight: 0`, and markers that a text and the tokenizer both write.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def tokenise_as_written(
 
 @contextlib.contextmanager
 def _template_errors_with_rows(rows: Rows, tokenizer: Tokenizer, template: str | None, split: str) -> Iterator[None]:
-    """An error while `rows` are tokenized becomes a Refusal that names the row and the message, if a template raises it.
+    """An error of a chat template, while `rows` are tokenized, becomes a Refusal that names the row and the message.
 
     Of a stream the rows are tokenized later, and each is looked at then.
     """
@@ -322,7 +322,12 @@ def _says_what_is_silent(row: Row) -> bool:
 
 
 def _silence(
-    row: Row, number: int, tokenizer: Tokenizer, chat_template: str | None, only_completion: bool, assistant_only: bool,
+    row: Row,
+    number: int,
+    tokenizer: Tokenizer,
+    chat_template: str | None,
+    only_completion: bool,
+    assistant_only: bool,
     code: str,
 ) -> Row:
     """`only_completion`, `assistant_only`: what has no loss anyway. `code`: for the cache (`code_digest`)."""
@@ -334,7 +339,9 @@ def _silence(
     spans = []
     parts = []
     for at, message in enumerate(chat.messages):
-        has_no_loss = (only_completion and at < chat.prompt_turns) or (assistant_only and message["role"] != "assistant")
+        has_no_loss = only_completion and at < chat.prompt_turns
+        if assistant_only and message["role"] != "assistant":
+            has_no_loss = True
         if message.get("weight") == 0:
             start, stop = _span(chat, text, at, end, number)
             spans.append((start, _next_turn(text, stop)))
