@@ -257,6 +257,29 @@ def test_a_mixture_is_drawn_by_its_weights_whatever_forms_its_entries_have(tmp_p
         load.load_rows(settings_with(datasets=[mixed[0], entries[1] | more], **keys))
 
 
+def test_fractions_are_shares_of_the_mixture_or_are_refused(tmp_path):
+    """As TRL's documentation has them: no entry is repeated, and the first rows of each are taken."""
+    files = {"a.jsonl": lines([{"text": "a"}] * 100), "b.jsonl": lines([{"text": "b"}] * 10)}
+    folder = written(tmp_path, files)
+    first, second = [{"path": "json", "data_files": str(folder / name)} for name in files]
+    mixture = [first | {"fraction": 3}, second | {"fraction": 1}]
+    rows, _, found = load.load_rows(settings_with(datasets=mixture))
+    assert [row["text"] for row in rows] == ["a"] * 30 + ["b"] * 10
+    assert found[0].description.endswith("the first 30 of 100 rows (fraction)")
+
+    beside = [first | {"fraction": 0.5, "weight": 1}, second | {"fraction": 0.5, "weight": 1}]
+    single = [first | {"fraction": 0.25}]
+    for datasets, code in ((beside, "ZR581"), ([first | {"weight": 1}, second | {"fraction": 1}], "ZR581"),
+                           (single, "ZR582")):  # fmt: skip
+        settings = settings_with(datasets=datasets)
+        assert refusal_of(load.load_rows, settings).codes == [code]
+        assert refusal_of(load.refuse_data_at_hand, settings, asks_hub=False).codes == [code]
+    assert "split: train[:25%]" in refusal_of(load.load_rows, settings_with(datasets=single)).fix
+    fixed = load.load_rows(settings_with(datasets=[first | {"split": "train[:25%]"}]))[0]
+    whole = load.load_rows(settings_with(datasets=[first | {"fraction": 1.0}]))[0]
+    assert (len(fixed), len(whole)) == (25, 100)
+
+
 def test_the_test_split_follows_from_the_seed_alone(tmp_path):
     """Ranks have drawn differently by then, and each splits for itself."""
     folder = written(tmp_path, {"rows.jsonl": lines([{"text": f"fish {i}"} for i in range(200)])})

@@ -283,3 +283,20 @@ def test_what_the_tokens_do_not_show_is_found(tokenizer, tmp_path, template, cod
     found = found_as_written(tokenizer, THREE, tmp_path, assistant_only_loss=True)
     assert [(finding.code, finding.level) for finding in found] == ([] if code is None else [(code, level)]), found
     assert all(words in finding.what for finding in found), found
+
+
+@pytest.mark.parametrize(("keys", "proposes"), [({"assistant_only_loss": True}, True), ({}, False)])
+def test_another_mask_is_proposed_where_it_would_change_something(tokenizer, tmp_path, keys, proposes):
+    wrong = TEMPLATE.replace("{{ m['content'] }}", GENERATION.replace("ROLE", "user"))
+    tokenizer.chat_template = wrong
+    rows = [chat(ASK, REPLY | {"weight": 0}, ASK, REPLY | {"content": "There."})]
+    data = Dataset.from_list(rows, on_mixed_types="use_json")
+    args = arguments(tmp_path, max_length=None, **keys)
+    tokenised = tokenise(data, tokenizer, args, "template")
+    broken = tokenised.map(lambda row: {"labels": row["input_ids"]})  # a loss on all tokens
+    (found,) = as_written_findings(data, broken, tokenizer, args, "train", "template")
+    assert found.code == "ZR527" and ("assistant_mask: turn" in found.fix) == proposes
+    for mask in ("turn", None):
+        tokenizer.chat_template = TEMPLATE  # without markers: masked by turns whether the recipe says so or not
+        (found,) = as_written_findings(data, broken, tokenizer, args, "train", mask)
+        assert found.code == "ZR527" and "assistant_mask" not in found.fix

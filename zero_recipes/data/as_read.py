@@ -89,7 +89,7 @@ class _Probe(NamedTuple):
         return THOUGHT in text or THOUGHT in self.call({KEY: VALUE}, nested=True, **{field: THOUGHT})
 
     def needs_split(self, content: str, field: str) -> bool:
-        """Whether the template writes thoughts of the field in an answer, and those of the content beside other tags."""
+        """Whether the template writes a field's thoughts in an answer, and those of the content beside other tags."""
         in_field = self.answer({"content": ANSWER, field: THOUGHT}) or ""
         as_is = self.answer({"content": content}) or ""
         if THOUGHT not in in_field:

@@ -9,7 +9,7 @@ left out on both sides: templates trim it, and tokenizers add it.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from datasets import Dataset
@@ -39,6 +39,8 @@ class Text(NamedTuple):
     is_thought: bool = False
     may_be_left_out: bool = False  # thoughts of an answer to an earlier question
     has_own_block: bool = False  # the content has tags of thoughts
+    empty_blocks: int = 0  # without thoughts, that the content has
+    may_repeat: bool = False  # templates name a tool again before its result
     spellings: tuple[str, ...] = ()  # that say the same, without white space; else the text alone
     wrong_spellings: tuple[str, ...] = ()  # that say something else
     pieces: tuple["Text", ...] = ()  # that may stand for it
@@ -187,9 +189,8 @@ def _contents(message: Row, name: str, has_loss: bool) -> list[Text]:
     edges = {0, len(content)}
     for first, last, *_ in silent + thoughts:
         edges |= {first, last}
-    places = sorted(edges)
     found = []
-    for first, last in zip(places, places[1:], strict=False):
+    for first, last in pairwise(sorted(edges)):
         text = content[first:last]
         if thoughts:
             text = TAG.sub("", text)
@@ -205,9 +206,17 @@ def _contents(message: Row, name: str, has_loss: bool) -> list[Text]:
                 merges_after=not parts and any(begin == last for begin, _, _ in silent),
                 is_thought=any(begin <= first < end for begin, end in thoughts),
                 has_own_block=bool(thoughts),
+                empty_blocks=_without_spaces(content).count(EMPTY_BLOCK),
+                spellings=_spellings_of_result(text) if message["role"] == "tool" else (),
             )
         )
     return found or [Text(name, "", has_loss, has_own_block=bool(thoughts))]
+
+
+def _spellings_of_result(text: str) -> tuple[str, ...]:
+    """Of a tool's result, which some templates write as JSON."""
+    words = _without_spaces(text)
+    return words, *(_without_spaces(json.dumps(text, ensure_ascii=ascii_alone)[1:-1]) for ascii_alone in (False, True))
 
 
 def _spans_of_thoughts(content: str) -> list[tuple[int, int]]:
@@ -242,7 +251,7 @@ def _calls(message: Row, name: str, has_loss: bool) -> list[Text]:
             function = call
         place = f"{name}, tool call {number}"
         if isinstance(function.get("name"), str):
-            texts.append(Text(f"{place}, its name", function["name"], has_loss))
+            texts.append(Text(f"{place}, its name", function["name"], has_loss, may_repeat=True))
         if function.get("arguments") is not None:
             texts.append(_arguments(function["arguments"], f"{place}, its arguments", has_loss))
     return texts
@@ -358,7 +367,7 @@ def _compare(number: int, texts: list[Text], row: Row, tokens: Tokens, tokenizer
 def _find(text: Text, tokens: Tokens, cursor: int, tokenizer: Tokenizer) -> Place | None:
     """The first place from the cursor on that has the right loss, else any; None where the text is not there."""
     wrong = None
-    for needle in text.spellings or _spellings(text.text, tokenizer):
+    for needle in chain(text.spellings, _spellings(text.text, tokenizer)):
         at = tokens.text.find(needle, cursor)
         while at >= 0:
             stop = at + len(needle)
@@ -420,10 +429,10 @@ def _has_blocks_of_two(text: Text, before: str) -> bool:
 
     `before`: what stands before the text in its turn.
     """
-    if text.is_thought:
-        outside = before.removesuffix(OPENED)
-        return before.endswith(EMPTY_BLOCK) or outside.endswith((OPENED, EMPTY_BLOCK))
-    return text.has_own_block and before.endswith(EMPTY_BLOCK + EMPTY_BLOCK)
+    if not (text.is_thought or text.has_own_block):
+        return False
+    has_another_tag = text.is_thought and before.endswith(OPENED + OPENED)
+    return has_another_tag or before.count(EMPTY_BLOCK) > text.empty_blocks
 
 
 def _repeated(texts: list[Text], row: Row, tokens: Tokens, tokenizer: Tokenizer) -> Text | None:
@@ -433,7 +442,7 @@ def _repeated(texts: list[Text], row: Row, tokens: Tokens, tokenizer: Tokenizer)
     written = [_without_spaces(text.text) for text in texts]
     by_itself = None
     for words, text in zip(written, texts, strict=True):
-        if len(words) < LONG_ENOUGH:
+        if len(words) < LONG_ENOUGH or text.may_repeat:
             continue
         expected = max("\0".join(written).count(words), "".join(written).count(words))
         found = tokens.text.count(words)

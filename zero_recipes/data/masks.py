@@ -1,7 +1,7 @@
 """Tokens and labels of rows, before they are truncated and packed: which tokens have a loss.
 
-TRL tokenizes and masks. It lacks masks of the assistant's turns for chat templates without `{% generation %}`, turns and
-parts of turns of `weight: 0`, and markers that a text and the tokenizer both write.
+TRL tokenizes and masks. It lacks masks of the assistant's turns for chat templates without `{% generation %}`, turns
+and parts of turns of `weight: 0`, and markers that a text and the tokenizer both write.
 """
 
 import contextlib
@@ -25,7 +25,9 @@ from zero_recipes.engine import huggingface
 ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
 ANSWER = "zero recipes"  # a text that no template changes
 NO_LOSS = -100
-TAGS_AND_SPACES = rf"(?:\s|{TAG.pattern})*"
+TAGS_AND_SPACES = re.compile(rf"(?:\s|{TAG.pattern})*")
+TAGS_BEFORE = re.compile(rf"(?:(?:{TAG.pattern})\s*)*\Z")
+TAGS_BEHIND = re.compile(rf"(?:\s*(?:{TAG.pattern}))*")
 
 
 def tokenise(rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None = None) -> Rows:
@@ -67,7 +69,7 @@ def tokenise_as_written(
 
 @contextlib.contextmanager
 def _template_errors_with_rows(rows: Rows, tokenizer: Tokenizer, template: str | None, split: str) -> Iterator[None]:
-    """An error while `rows` are tokenized becomes a Refusal that names the row and the message, if a template raises it.
+    """An error of a chat template, while `rows` are tokenized, becomes a Refusal that names the row and the message.
 
     Of a stream the rows are tokenized later, and each is looked at then.
     """
@@ -337,19 +339,19 @@ def _silence(
     spans = []
     parts = []
     for at, message in enumerate(chat.messages):
-        has_no_loss = (only_completion and at < chat.prompt_turns) or (
-            assistant_only and message["role"] != "assistant"
-        )
+        has_no_loss = only_completion and at < chat.prompt_turns
+        if assistant_only and message["role"] != "assistant":
+            has_no_loss = True
         if message.get("weight") == 0:
             start, stop = _span(chat, text, at, end, number)
             spans.append((start, _next_turn(text, stop)))
         elif message.get("silent_parts") and not has_no_loss:
             start, stop = _span(chat, text, at, end, number)
             for first, last, part in message["silent_parts"]:
-                found = _places_of_part(message, text[start:stop], first, last)
+                found = _places_of_part(message, text, (start, stop), first, last)
                 if found is None:
                     raise refusal("ZR577", row=number, turn=at, part=part)
-                parts += [(start + begin, start + finish) for begin, finish in found]
+                parts += found
     ids, inside = _tokens_inside(text, spans, tokenizer, parts)
     if ids != row["input_ids"]:
         raise ValueError(f"row {number}: its tokens are not those of its text")
@@ -357,17 +359,22 @@ def _silence(
     return {"labels": labels.tolist()}
 
 
-def _places_of_part(message: Row, text: str, first: int, last: int) -> list[tuple[int, int]] | None:
-    """Where characters `first` to `last` of a content stand in the `text` of its turn; None where that is not certain.
+def _places_of_part(
+    message: Row, text: str, turn: tuple[int, int], first: int, last: int
+) -> list[tuple[int, int]] | None:
+    """Where characters `first` to `last` of a content stand in the `text`; None where that is not certain.
 
-    A template may trim a content, and write its thoughts elsewhere. Tags of thoughts belong to the part that has them.
+    `turn`: where its turn begins and ends. A template may trim a content, and write its thoughts elsewhere. Tags of
+    thoughts belong to the part that has them.
     """
     content = message.get("content_as_written", message["content"])
-    placed = _placed(content, text)
+    start_of_turn, end_of_turn = turn
+    placed = _placed(content, text[start_of_turn:end_of_turn])
     if placed is None:
         return None
     found = []
-    for offset, piece, at in placed:
+    for offset, piece, at_in_turn in placed:
+        at = start_of_turn + at_in_turn
         begin = max(first, offset)
         finish = min(last, offset + len(piece))
         if begin >= finish:
@@ -375,10 +382,9 @@ def _places_of_part(message: Row, text: str, first: int, last: int) -> list[tupl
         start = at + begin - offset
         stop = at + finish - offset
         if TAG.search(content[first:begin]):
-            before = re.search(TAGS_AND_SPACES + "$", text[:start])
-            start = before.start()
+            start = TAGS_BEFORE.search(text, 0, start).start()  # a prompt to answer may have them, before the turn
         if TAG.search(content[finish:last]):
-            stop += re.match(TAGS_AND_SPACES, text[stop:]).end()
+            stop = TAGS_BEHIND.match(text, stop).end()
         found.append((start, stop))
     return found
 
@@ -402,7 +408,7 @@ def _placed(content: str, text: str) -> list[tuple[int, str, int]] | None:
         piece = written.strip()
         if piece:
             at = text.find(piece, cursor)
-            follows = re.fullmatch(TAGS_AND_SPACES, text[cursor:at]) is not None
+            follows = TAGS_AND_SPACES.fullmatch(text, cursor, at) is not None
             if at < 0 or (not follows and text.count(piece, cursor) > 1):
                 return None
             placed.append((content.find(piece, offset), piece, at))
