@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig
 
 from tests.helpers import cases, family_cases
+from tests.helpers.faults import ds_config
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, write_recipe
 from zero_recipes.engine.patches import freeze_as_the_class_does
@@ -71,6 +72,19 @@ def test_what_is_not_trained_is_saved_as_it_was_loaded(two, recipe, expected, tm
         assert tensor.dtype == torch.float32 or not is_kept(name)
     if strategy != "fsdp2":
         assert losses == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.grid
+def test_gradients_accumulated_in_fp32_at_stage_1_leave_the_others_in_16_bits(two, recipe, expected, tmp_path):
+    """By DeepSpeed's BF16_Optimizer, which flattens a group of two dtypes in fp32."""
+    config = ds_config(1) | {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(json.loads(recipe.read_text()) | {"deepspeed": config, "learning_rate": 0.0}))
+    found = two.run(cases.train, argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]
+    assert found["optimizer"] == "BF16_Optimizer"
+    assert found["metrics"]["loss_history"] == pytest.approx(expected, abs=2e-5)
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert tensor.dtype == (torch.float32 if is_kept(name) else torch.bfloat16)
 
 
 def kept_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -42,8 +42,8 @@ def fp32_parameters(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tupl
 def keep_parameters_in_fp32() -> None:
     """DeepSpeed leaves them in fp32, at every stage: frozen ones, and trained ones in a group of their own.
 
-    Private: `_cast_module_mixed_precision`, `_configure_zero_optimizer` and `_configure_fp16_optimizer` of the engine
-    (DeepSpeed 0.19.8, runtime/engine.py), and what `_keep_them_at_stage_3` replaces.
+    Private: `_cast_module_mixed_precision` and `_configure_{zero,fp16,bf16}_optimizer` of the engine (DeepSpeed 0.19.8,
+    runtime/engine.py), and what `_keep_them_at_stage_3` replaces.
     The engine, and zero.Init at stage 3, cast every parameter to the training dtype; runtime/keep_in_fp32.py restores
     buffers alone. The optimizers flatten a group of parameters into one tensor of one dtype. They take groups of other
     dtypes: an fp32 group is its own master at stage 3, and a copy of it below. Gradients are reduced in 16 bits, as all
@@ -60,7 +60,7 @@ def keep_parameters_in_fp32() -> None:
         for p, value in values:
             p.data = value.float()
 
-    for name in ("_configure_zero_optimizer", "_configure_fp16_optimizer"):
+    for name in ("_configure_zero_optimizer", "_configure_fp16_optimizer", "_configure_bf16_optimizer"):
 
         @replaces(DeepSpeedEngine, name)
         def configure(configure_optimizer, self, optimizer, *arguments):
