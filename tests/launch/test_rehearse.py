@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from transformers import AutoConfig
+from transformers import AutoConfig, GPT2Config
 
 from tests.helpers.faults import TWO
 from tests.helpers.seeded import grid
@@ -136,6 +136,47 @@ def counts_its_calls(folder: Path) -> dict:
     return own_model(folder, in_each_call("module.final_layer_norm.bias.data.add_(0.01 * self.calls)"))
 
 
+def never_at_its_peak(folder: Path) -> dict:
+    return {"warmup_steps": 200, "max_steps": 100}
+
+
+def packed_into_one_step(folder: Path) -> dict:
+    keys = {"packing": True, "max_steps": -1, "num_train_epochs": 1, "global_batch_size": 64, "warmup_steps": 50}
+    return keys | {"max_length": 256}
+
+
+def longer_than_the_positions(folder: Path) -> dict:
+    sizes = {"vocab_size": 1031, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    model = write_model(folder / "gpt2")
+    GPT2Config(architectures=["GPT2LMHeadModel"], n_positions=64, **sizes).save_pretrained(model)
+    return {"model_name_or_path": str(model)}
+
+
+DIVIDING = """
+import datasets
+import evaluate
+
+class Dividing(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"dividing": 1 / len(predictions[0].split())}
+"""
+
+
+def divides_by_the_words_of_an_answer(folder: Path) -> dict:
+    (folder / "dividing").mkdir()
+    (folder / "dividing" / "dividing.py").write_text(DIVIDING)
+    return {"sample_metrics": [str(folder / "dividing")], "sample_prompts": 2, "trust_remote_code": True}
+
+
+def best_by_a_metric_that_is_missing(folder: Path) -> dict:
+    keys = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    return keys | {"load_best_model_at_end": True, "metric_for_best_model": "eval_f1"}
+
+
 def in_each_call(statement: str) -> str:
     """Code of a model which does this in each forward pass of its training; TRL replaces the model's own forward."""
     return (
@@ -162,6 +203,11 @@ def in_each_call(statement: str) -> str:
         grid(fails_in_generate, "samples", "model_kwargs"),
         grid(leaves_a_tensor_out, "checkpoints, model", "dense_h_to_4h"),
         grid(counts_its_calls, "resume", "losses"),
+        grid(never_at_its_peak, "schedule", "ZR174"),
+        grid(packed_into_one_step, "schedule", "ZR174"),
+        grid(longer_than_the_positions, "rows", "ZR175"),
+        grid(divides_by_the_words_of_an_answer, "samples", "ZR177"),
+        grid(best_by_a_metric_that_is_missing, "evaluation", "ZR871"),
     ],
 )
 def test_a_planted_fault_is_found(tmp_path, monkeypatch, capsys, plant, phase, words):
