@@ -23,7 +23,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, launched_environment
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.core.files import at_hand
-from zero_recipes.core.findings import REFUSAL_FILE, Refusal, library_error_as_finding, refusal
+from zero_recipes.core.findings import REFUSAL_FILE, Refusal, ignored_codes, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import kill_with_children
 from zero_recipes.core.tables import plain, terminal, working
@@ -64,6 +64,11 @@ def sweep(
         for name in strategies:
             configs[name] = at_hand(FOLDER / f"{name}.yaml")
             launched_environment(configs[name], num_processes)
+    from zero_recipes.checks import schedule  # imports torch, as reading the recipe has done
+
+    # a sweep of a few steps measures: where their learning rate is, is a warning
+    ignored = sorted(ignored_codes(settings.ignore).union(schedule.CODES))
+    overrides = [f"--ignore={','.join(ignored)}", *overrides]
     runs = runs_of(configs, sets)
     refuse_results(recipe, settings, output_dir, runs)
     if sets:
