@@ -166,23 +166,26 @@ def _message_as_read(message: Row, reads: Reads, row: int, turn: int) -> Row:
 
 
 def _calls_as_read(calls: Any, reads: Reads, row: int, turn: int) -> list[Row]:
-    if isinstance(calls, str):
-        calls = _json(calls)
-    if not isinstance(calls, list):
-        raise refusal("ZR576", row=row, turn=turn, call=0, fault="tool_calls is no list")
     found = []
-    for number, call in enumerate(calls):
-        if not isinstance(call, Mapping):
-            raise refusal("ZR576", row=row, turn=turn, call=number, fault="it is no mapping")
-        inner = call.get("function")
-        try:
-            if isinstance(inner, Mapping):
-                found.append({**call, "function": _with_arguments(inner, reads.nested_as_text)})
-            else:
-                found.append(_with_arguments(call, reads.flat_as_text))
-        except ValueError as error:
-            raise refusal("ZR576", row=row, turn=turn, call=number, fault=error) from None
+    try:
+        if isinstance(calls, str):
+            calls = _json(calls)
+        if not isinstance(calls, list):
+            raise ValueError("tool_calls is no list")
+        for call in calls:
+            found.append(_call_as_read(call, reads))
+    except ValueError as error:
+        raise refusal("ZR576", row=row, turn=turn, call=len(found), fault=error) from None
     return found
+
+
+def _call_as_read(call: Any, reads: Reads) -> Row:
+    """Raises ValueError."""
+    if not isinstance(call, Mapping):
+        raise ValueError(f"it is {call!r}, no mapping")
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"], reads.nested_as_text)}
+    return _with_arguments(call, reads.flat_as_text)
 
 
 def _with_arguments(function: Mapping[str, Any], as_text: bool) -> Row:

@@ -30,12 +30,14 @@ TAGS_BEFORE = re.compile(rf"(?:(?:{TAG.pattern})\s*)*\Z")
 TAGS_BEHIND = re.compile(rf"(?:\s*(?:{TAG.pattern}))*")
 
 
-def tokenise(rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None = None) -> Rows:
+def tokenise(
+    rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None = None, split: str = "the data"
+) -> Rows:
     """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
 
-    By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied.
+    By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied. `split`: for people.
     """
-    tokenised = tokenise_as_written(rows, tokenizer, training_args, assistant_mask)
+    tokenised = tokenise_as_written(rows, tokenizer, training_args, assistant_mask, split)
     return with_single_markers(rows, tokenised, tokenizer)[0]
 
 

@@ -117,15 +117,15 @@ def _stream(settings: Settings, training_args, tokenizer) -> tuple[load.Rows, Da
         evaluation = Dataset.from_list(list(evaluation), features=evaluation.features)
     if not audits.skips_preparation(training_args):
         templated = load.apply_chat_template_file(tokenizer, settings)
-        train = _tokenised(train, templated, settings, training_args)
+        train = _tokenised(train, templated, settings, training_args, settings.dataset_train_split)
         if evaluation:
-            evaluation = _tokenised(evaluation, templated, settings, training_args)
+            evaluation = _tokenised(evaluation, templated, settings, training_args, settings.dataset_test_split)
         training_args.assistant_only_loss = False
     return train, evaluation
 
 
-def _tokenised(rows: load.Rows, tokenizer, settings: Settings, training_args) -> load.Rows:
-    tokenised = masks.tokenise(rows, tokenizer, training_args, settings.assistant_mask)
+def _tokenised(rows: load.Rows, tokenizer, settings: Settings, training_args, split: str) -> load.Rows:
+    tokenised = masks.tokenise(rows, tokenizer, training_args, settings.assistant_mask, split)
     return tokenised.select_columns(["input_ids", "labels"])
 
 

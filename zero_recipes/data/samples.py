@@ -143,7 +143,7 @@ def with_tokens(
                 rows.append(sample.row | {"sample": number})
         if rows:
             asked = Dataset.from_list(rows, on_mixed_types="use_json")
-            tokenised = tokenise(asked, tokenizer, single, assistant_mask)
+            tokenised = tokenise(asked, tokenizer, single, assistant_mask, "sample_prompts")
             for row in prepare_dataset(tokenised, tokenizer, single, packing=False):
                 found[row["sample"]] = {"ids": tuple(row["input_ids"]), "labels": tuple(row["labels"])}
     return [replace(sample, row=None, **found.get(number, {})) for number, sample in enumerate(samples)]
