@@ -256,7 +256,10 @@ def test_how_far_the_positions_of_a_model_go(config, limit):
 
 
 def test_rehearsals_ignore_the_schedule_of_their_three_steps():
-    from zero_recipes.tools.rehearse.launches import shortened
+    from zero_recipes.tools.rehearse.launches import ignored_in
 
-    values = shortened(settings_with(warmup_steps=200, ignore=["ZR608"], sample_prompts=None), 2)
-    assert {*values["ignore"].split(",")} == {"ZR608", *CODES}
+    settings = settings_with(warmup_steps=200, ignore=["ZR608"], use_peft=True)
+    assert {*ignored_in(settings, is_whole=False)} == {"ZR608", *CODES}
+    of_one_layer = settings.replace(peft_config={"layers_to_transform": [7]})
+    assert {*ignored_in(of_one_layer, is_whole=False)} == {"ZR608", "ZR446", *CODES}, "the small model lacks that layer"
+    assert {*ignored_in(of_one_layer, is_whole=True)} == {"ZR608", *CODES}
