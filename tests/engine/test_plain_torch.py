@@ -62,12 +62,13 @@ def test_drawn_jobs_are_plain_torch_or_refused(one, two, parts):
 @pytest.mark.grid
 @pytest.mark.timeout(7200)
 def test_a_thousand_drawn_jobs(one, two, parts):
-    """Writes benchmarks/results/drawn_jobs.json, then asserts."""
+    """Writes benchmarks/results/drawn_jobs.json as it goes, then asserts."""
     counts: Counter[str] = Counter()
     codes: Counter[str] = Counter()
     wrong = []
+    what = "random recipes under random strategies in fp32, four steps each, against plain torch in one process"
 
-    @settings(max_examples=int(os.environ.get("ZERO_RECIPES_JOBS", 1000)), phases=[Phase.generate])
+    @settings(max_examples=int(os.environ.get("ZERO_RECIPES_JOBS", "1000")), phases=[Phase.generate])
     @given(drawn_jobs.jobs())
     def draw(job):
         kind, words = outcome(job, {1: one, 2: two}, parts)
@@ -76,10 +77,10 @@ def test_a_thousand_drawn_jobs(one, two, parts):
             codes[words] += 1
         elif kind != "equal":
             wrong.append([words, job])
-            print(kind, words, job, flush=True)
+        if counts.total() % 50 == 0:
+            write_result("drawn_jobs.json", {"what": what, "counts": counts, "refused": codes, "wrong": wrong})
 
     draw()
-    what = "random recipes under random strategies in fp32, four steps each, against plain torch in one process"
     write_result("drawn_jobs.json", {"what": what, "counts": counts, "refused": codes, "wrong": wrong})
     assert not wrong, wrong[:3]
 
