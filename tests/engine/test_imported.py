@@ -17,6 +17,7 @@ CHAT = {"conversations": [{"from": "human", "value": "Say 1."}, {"from": "gpt", 
 ALPACA = {"instruction": "Say 1.", "input": "now", "output": "Word 1."}
 # what a GPU has, and what makes a run of one step
 ON_CPU = ["--attn_implementation", "sdpa", "--use_liger_kernel", "false", "--optim", "adamw_torch", "--max_steps", "1"]
+ON_CPU += ["--warmup_steps", "0"]
 AXOLOTL_LORA = "lora_r: 8\nlora_alpha: 16\nlora_target_linear: true\n"
 AXOLOTL_FORMAT = """
 base_model: MODEL

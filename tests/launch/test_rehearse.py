@@ -16,6 +16,7 @@ from tests.helpers.tiny import ROOT, settings_with, write_model, write_recipe, w
 from tests.helpers.two_ranks import run_forked
 from zero_recipes.checkpoint.save import write_manifest
 from zero_recipes.checks.preflight import preflight
+from zero_recipes.checks.schedule import CODES
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launch_key_findings, launched_environment
 from zero_recipes.core.findings import Refusal
@@ -30,7 +31,7 @@ from zero_recipes.tools.rehearse import launches, one_gpu, phases, small
 
 FSDP2 = ROOT / "accelerate_configs" / "fsdp2.yaml"
 RESUMING = ("kill", "resume", "resume on half")  # phases
-RUNS = ("longest", "whole", "killed", "resumed", "fewer")
+RUNS = ("longest", "equal", "whole", "killed", "resumed", "fewer")
 LORA = {"use_peft": True, "lora_target_modules": ["all-linear"]}
 
 
@@ -136,6 +137,12 @@ def counts_its_calls(folder: Path) -> dict:
     return own_model(folder, in_each_call("module.final_layer_norm.bias.data.add_(0.01 * self.calls)"))
 
 
+def looks_at_its_rank(folder: Path) -> dict:
+    """The second rank trains on other weights than the first one, which alone saves."""
+    statement = "module.final_layer_norm.weight.data.mul_(1 + int(__import__('os').environ['RANK']))"
+    return own_model(folder, in_each_call(statement))
+
+
 def never_at_its_peak(folder: Path) -> dict:
     return {"warmup_steps": 200, "max_steps": 100}
 
@@ -195,14 +202,15 @@ def in_each_call(statement: str) -> str:
 @pytest.mark.launch
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "plant, phase, words",
+    "plant, found_in, words",
     [
         grid(unrenderable_row, "rows", "no tools"),
         grid(evaluation_without_answers, "rows", "ZR513"),
-        grid(dies_in_training, "training", "experts"),
+        grid(dies_in_training, "plain torch,training", "experts"),
+        grid(looks_at_its_rank, "plain torch", "ZR885"),
         grid(fails_in_generate, "samples", "model_kwargs"),
         grid(leaves_a_tensor_out, "checkpoints, model", "dense_h_to_4h"),
-        grid(counts_its_calls, "resume", "losses"),
+        grid(counts_its_calls, "plain torch,resume", "losses"),
         grid(never_at_its_peak, "schedule", "ZR174"),
         grid(packed_into_one_step, "schedule", "ZR174"),
         grid(longer_than_the_positions, "rows", "ZR175"),
@@ -210,15 +218,29 @@ def in_each_call(statement: str) -> str:
         grid(best_by_a_metric_that_is_missing, "evaluation", "ZR871"),
     ],
 )
-def test_a_planted_fault_is_found(tmp_path, monkeypatch, capsys, plant, phase, words):
+def test_a_planted_fault_is_found(tmp_path, monkeypatch, capsys, plant, found_in, words):
+    """`found_in`: the phases that fail, by comma."""
     code, said = rehearse(write_recipe(tmp_path, **plant(tmp_path)), "ddp", monkeypatch, capsys)
     table, _, found = said.partition("rehearsed in")
     failed = [line for line in table.splitlines() if " failed " in line]
-    assert code in (1, 2) and len(failed) == 1 and failed[0].startswith(phase), said
+    phases_that_fail = found_in.split(",")
+    assert code in (1, 2) and len(failed) == len(phases_that_fail), said
+    assert all(line.startswith(phase) for line, phase in zip(failed, phases_that_fail, strict=True)), said
     assert words in found
 
 
 # what is judged, without runs
+
+
+def test_a_launch_for_plain_torch_that_is_refused_is_left_out(tmp_path, monkeypatch):
+    failure = Failure(phase="startup", code="ZR213", reason="bf16 is on in the ds_config")
+    refused = left(tmp_path / "equal", status="refused", failure=failure)
+    rows = results(ran_well(tmp_path / "all", equal=refused), monkeypatch)
+    assert (rows["plain torch"].result, rows["plain torch"].detail) == (
+        "left out",
+        "ZR213: bf16 is on in the ds_config",
+    )
+    assert {row.result for name, row in rows.items() if name != "plain torch"} == {"ok"}, "the others go on"
 
 
 def rehearsal_with(**keys) -> phases.Rehearsal:
@@ -242,14 +264,20 @@ def ran_well(folder: Path, **others: phases.Ran) -> dict[str, phases.Ran]:
     return ran | others
 
 
-def results(ran: dict[str, phases.Ran], monkeypatch, **keys) -> dict[str, phases.Row]:
+def without_files(monkeypatch) -> None:
+    """What a launch leaves beside `left` is as it should be."""
     monkeypatch.setattr(phases, "verify", lambda *_, **__: {"tensors": 3})
+    monkeypatch.setitem(phases.JUDGES, "plain torch", lambda *_: "3 steps as plain torch's")
+
+
+def results(ran: dict[str, phases.Ran], monkeypatch, **keys) -> dict[str, phases.Row]:
+    without_files(monkeypatch)
     return {row.phase: row for row in phases.table_of(rehearsal_with(max_steps=100, **keys), ran)}
 
 
 def test_every_phase_of_launches_that_ran_well_is_ok(tmp_path, monkeypatch):
     rows = results(ran_well(tmp_path), monkeypatch)
-    assert {row.result for row in rows.values()} == {"ok"} and len(rows) == 12
+    assert {row.result for row in rows.values()} == {"ok"} and len(rows) == 13
     assert rows["rows"].seconds == 1.0 and rows["kill"].seconds == 9.0
 
 
@@ -324,7 +352,7 @@ def test_a_strategy_that_cannot_resume_on_fewer_ranks_is_no_fault(tmp_path, monk
     ],
 )
 def test_a_phase_that_is_left_out_says_why(tmp_path, monkeypatch, keys, about, reasons):
-    monkeypatch.setattr(phases, "verify", lambda *_, **__: {"tensors": 3})
+    without_files(monkeypatch)
     rehearsal = replace(rehearsal_with(max_steps=100, **keys), **about)
     ran = {name: run for name, run in ran_well(tmp_path).items() if name in rehearsal.launches}
     rows = phases.table_of(rehearsal, ran)
@@ -454,9 +482,12 @@ def test_on_cpus_only_the_first_launch_has_long_rows(tmp_path, monkeypatch, leng
 @pytest.mark.parametrize(
     ("keys", "ignored"),
     [
-        ({"lora_target_modules": ["dense", "no_such"]}, None),
-        ({"lora_target_modules": ["dense"], "peft_config": {"layers_to_transform": [0, 9]}}, "ZR446"),
-        ({"lora_target_modules": [f"layers.{n}.attention.dense" for n in (0, 9)], "ignore": "ZR608"}, "ZR446,ZR608"),
+        ({"lora_target_modules": ["dense", "no_such"]}, set()),
+        ({"lora_target_modules": ["dense"], "peft_config": {"layers_to_transform": [0, 9]}}, {"ZR446"}),
+        (
+            {"lora_target_modules": [f"layers.{n}.attention.dense" for n in (0, 9)], "ignore": "ZR608"},
+            {"ZR446", "ZR608"},
+        ),
     ],
 )
 def test_layers_that_the_small_model_lacks_are_no_misspelt_names(tmp_path, monkeypatch, keys, ignored):
@@ -465,10 +496,11 @@ def test_layers_that_the_small_model_lacks_are_no_misspelt_names(tmp_path, monke
     arguments = parse_arguments(["rehearse", str(recipe), "--gpus", "2"])
     rehearsal = launches.read_rehearsal(arguments, tmp_path / "rehearsal", Console(quiet=True))
     words = launches.command_of(rehearsal, tmp_path / "longest")
-    assert [word for word in words if word.startswith("--ignore")] == ([f"--ignore={ignored}"] if ignored else [])
+    (word,) = [word for word in words if word.startswith("--ignore=")]
+    assert {*word.removeprefix("--ignore=").split(",")} == {*ignored, *CODES}
     _, findings = preflight(recipe, recipes.recipe_in_force(recipe), rehearsal.words, TWO, rehearsal=True)
     (found,) = [finding for finding in findings if finding.code == "ZR446"]
-    assert found.level == ("warning" if ignored else "error")
+    assert found.level == ("warning" if "ZR446" in ignored else "error")
 
 
 # the small model
