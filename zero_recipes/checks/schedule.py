@@ -18,7 +18,8 @@ from zero_recipes.data.audit import Audit
 from zero_recipes.model import position_findings
 
 CODES = ("ZR174", "ZR217", "ZR868")  # what is found in a schedule
-AT_PEAK = 1 - 1e-6  # of the peak: above it the learning rate is there
+NEAR_PEAK = 0.95  # of learning_rate: DeepSpeed's WarmupCosineLR comes near it and never there
+AT_PEAK = 1 - 1e-6  # of the highest: above it the learning rate is there
 LEAST_AFTER = 0.1  # of all steps, from the first at the peak on: with fewer the run is over before it has begun
 MOST_IDLE = 1  # steps at 0 after the peak
 MOST_LOOKED_AT = 100_000  # steps; of longer runs every second, third, ...
@@ -62,15 +63,13 @@ def schedule_of(settings: Settings, strategy: Strategy, steps: int) -> Schedule 
 
 def _looked_at(name: str, rate: Rate, steps: int) -> Schedule:
     stride = math.ceil(steps / MOST_LOOKED_AT)
-    warmup = steps
-    idle = 0
-    for step in range(0, steps, stride):
-        share = rate(step)
-        if share >= AT_PEAK and warmup == steps:
-            warmup = step
-        elif share == 0 and warmup < steps:
-            idle += stride
-    return Schedule(name, steps, warmup, idle)
+    shares = [rate(step) for step in range(0, steps, stride)]
+    highest = max(shares)
+    if highest < NEAR_PEAK:
+        return Schedule(name, steps, warmup=steps, idle=0)
+    first = next(number for number, share in enumerate(shares) if share >= AT_PEAK * highest)
+    idle = shares[first:].count(0)
+    return Schedule(name, steps, warmup=first * stride, idle=idle * stride)
 
 
 def _rate_by_transformers(settings: Settings, steps: int) -> Rate | None:
