@@ -110,7 +110,7 @@ class Preflight:
         if run is None:
             return None
         if checkpoint is not None:
-            self.findings += fit_findings(checkpoint, settings, strategy)
+            self.findings += fit_findings(checkpoint, settings, strategy, config)
         if not elsewhere:
             self.check_machine(run)
         return run.resuming_from(checkpoint)
