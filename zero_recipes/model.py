@@ -1,6 +1,7 @@
 """The model as the recipe says."""
 
 import contextlib
+import copy
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +30,19 @@ def load_config(settings: Settings) -> PretrainedConfig:
     trust = settings.trust_remote_code
     with library_error_as_finding(f"reading the configuration of {name}"):
         return AutoConfig.from_pretrained(name, revision=settings.model_revision, trust_remote_code=trust)
+
+
+# of a config.json, which say nothing of the model
+_NOTES = ("transformers_version", "_name_or_path", "_commit_hash")
+
+
+def config_of_file(settings: Settings) -> dict[str, Any] | None:
+    """The model's config.json as it is written, without notes; None where it is not at hand."""
+    try:
+        written, _ = PretrainedConfig.get_config_dict(settings.model_name_or_path, revision=settings.model_revision)
+    except (OSError, ValueError, TypeError):  # load_config has refused it
+        return None
+    return {key: value for key, value in written.items() if key not in _NOTES}
 
 
 def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
@@ -97,6 +111,25 @@ def refuse_other_keys(config: PretrainedConfig, settings: Settings) -> None:
     with library_error_as_finding(f"reading the names of {name}'s tensors"), without_deepspeed_announcement():
         _, report = _from_pretrained(config, settings, device_map="meta")
     _refuse_keys(report, name, settings.allow_keys)
+
+
+def report_of_folder(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> dict[str, Any]:
+    """transformers' report on the names and shapes of a folder's safetensors, for the model of `config`.
+
+    No weight is read, nor the folder's own config.json.
+    """
+    with without_deepspeed_announcement():  # one rank alone may look
+        _, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=copy.deepcopy(config),
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    return report
 
 
 def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:

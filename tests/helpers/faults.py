@@ -424,7 +424,11 @@ FAULTS = [
           "reading ds.json", recipe="bf16: false"),
     # FSDP
     fault("FSDP1", "ZR314", "accelerate",
-          DDP.replace("MULTI_GPU", "FSDP") + "fsdp_config: {fsdp_backward_prefetch: NO}\n", FSDP2, level="warning"),
+          DDP.replace("MULTI_GPU", "FSDP") + "fsdp_config: {fsdp_backward_prefetch: NO_PREFETCH}\n", FSDP2,
+          level="warning"),
+    fault("a word of FSDP that accelerate does not know", "ZR368", "accelerate",
+          f"{FSDP2}  fsdp_backward_prefetch: AUTO\n", f"{FSDP2}  fsdp_backward_prefetch: BACKWARD_PRE\n",
+          "prefetch: AUTO"),
     fault("parameters on the CPU, for a CPU", "ZR192", "accelerate", f"{FSDP2}  fsdp_offload_params: true\n", FSDP2,
           "fsdp_offload_on_cpu"),
     fault("a number for a switch of FSDP", "ZR199", "accelerate", f"{FSDP2}  fsdp_offload_params: 0.0\n", FSDP2,

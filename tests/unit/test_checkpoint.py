@@ -9,12 +9,14 @@ from types import MappingProxyType
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from transformers import TrainerState
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, TrainerState
 
 from tests.helpers.seeded import count, draw, grid
+from tests.helpers.tiny import llama_config
 from tests.helpers.tools import DAMAGES, refusal_of
 from zero_recipes.checkpoint import resume, save
-from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts
+from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_misfit, refuse_other_data
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinished, numbered, resolve_resume_checkpoint
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import Recipe, parse_recipe
@@ -22,6 +24,7 @@ from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED
 from zero_recipes.engine.huggingface import load_without_code, not_plain
+from zero_recipes.model import config_of_file
 from zero_recipes.training.trainer import rotate
 
 FACTS = {"strategy": "zero2", "zero_stage": 2, "world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -285,6 +288,117 @@ def test_a_checkpoint_without_a_manifest_must_have_the_states_that_a_resume_load
     assert codes(ZERO2) == ["ZR718", "ZR769"]
     (folder / "scheduler.pt").unlink()
     assert codes(ddp) == ["ZR718", "ZR769"] and codes(strategy(stage=2, world_size=1, **BLOCK)) == ["ZR718"]
+
+
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj"]}
+WEIGHTS = {  # of another program's checkpoint: (sizes of its model, its adapter, the run's keys) -> what is said
+    "the same": ({}, None, {}, None),
+    "wider": ({"hidden_size": 128}, None, {}, "Mismatched keys: lm_head.weight"),
+    "a larger vocabulary": ({"vocab_size": 1040}, None, {}, "Mismatched keys: lm_head.weight"),
+    "deeper": ({"num_hidden_layers": 3}, None, {}, "Unexpected keys: model.layers.2."),
+    "less deep": ({"num_hidden_layers": 1}, None, {}, "Missing keys: model.layers.1."),
+    "an adapter": ({}, {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}, LORA, None),
+    "an adapter with embeddings": (
+        {},
+        {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        LORA | {"lora_modules_to_save": ["lm_head"]},
+        None,
+    ),
+    "another rank": ({}, {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}, LORA, "has r 8; this run's has r 4"),
+    "another scale": ({}, {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj"]}, LORA, "lora_alpha 16"),
+    "other targets": ({}, {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj"]}, LORA, "Missing keys: base_model"),
+    "more targets": (
+        {},
+        {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+        LORA,
+        "Unexpected keys: base_model",
+    ),
+    "an adapter of a wider model": (
+        {"hidden_size": 128},
+        {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]},
+        LORA,
+        "Mismatched keys: base_model",
+    ),
+    "an adapter for a whole model": ({}, {"r": 4, "target_modules": ["q_proj"]}, {}, "It holds an adapter"),
+    "a whole model for an adapter": ({}, None, LORA, "It holds a whole model"),
+}
+
+
+def foreign_weights(folder: Path, sizes: dict, adapter: dict | None) -> Path:
+    model = AutoModelForCausalLM.from_config(llama_config(**sizes))
+    if adapter is not None:
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapter))
+    model.save_pretrained(folder)
+    TrainerState(global_step=4).save_to_json(str(folder / save.STATE))
+    return folder
+
+
+@pytest.mark.parametrize(("sizes", "adapter", "keys", "said"), WEIGHTS.values(), ids=WEIGHTS)
+def test_the_weights_of_another_programs_checkpoint_must_be_the_runs(tmp_path, recipe, sizes, adapter, keys, said):
+    """Their names and shapes, by the headers of their files: the run would die once the model is loaded."""
+    folder = foreign_weights(tmp_path / "checkpoint-4", sizes, adapter)
+    settings = recipe.settings.replace(**keys)
+    found = fit_findings(str(folder), settings, strategy("ddp", None), llama_config())
+    named = [one.why for one in found if one.code == "ZR756"]
+    assert (named == []) if said is None else (len(named) == 1 and said in named[0]), named
+
+
+def test_no_pickle_is_opened_and_a_damaged_header_is_said(tmp_path, recipe):
+    def codes() -> list[str]:
+        found = fit_findings(str(folder), recipe.settings, strategy("ddp", None), llama_config())
+        return [one.code for one in found if one.code == "ZR756"]
+
+    folder = tmp_path / "checkpoint-4"
+    folder.mkdir()
+    torch.save({"w": Attribute(Path, "touch")}, folder / "pytorch_model.bin")
+    assert codes() == []
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert codes() == ["ZR756"]
+
+
+def test_a_model_whose_configuration_has_changed_is_another_one(tmp_path, recipe):
+    model = tmp_path / "model"
+    llama_config().save_pretrained(model)
+    settings = recipe.settings.replace(model_name_or_path=str(model))
+    facts = {"recipe": recipe_facts(settings, ZERO2), "model_config": config_of_file(settings)}
+    folder = checkpoint(tmp_path, 4, **facts)
+
+    def found() -> list[tuple[str, str]]:
+        return [(one.code, one.why) for one in fit_findings(str(folder), settings, ZERO2)]
+
+    assert found() == []
+    written = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(written | {"transformers_version": "9"}, sort_keys=True))
+    assert found() == [], "the same in other words"
+    (model / "config.json").write_text(json.dumps(written | {"rms_norm_eps": 0.1}))
+    ((code, why),) = found()
+    assert code == "ZR758" and "rms_norm_eps 1e-06" in why and "rms_norm_eps 0.1" in why
+    assert refusal_of(refuse_misfit, str(folder), settings, ZERO2).codes == ["ZR758"]
+    refuse_misfit(str(folder), settings.replace(ignore=["ZR758"]), ZERO2)
+    without = checkpoint(tmp_path, 5, recipe=recipe_facts(settings, ZERO2))  # by an earlier version
+    assert list(fit_findings(str(without), settings, ZERO2)) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "now", "ignore", "codes"),
+    [
+        ({"evaluation_sha256": "e"}, ("d", "e"), None, None),
+        ({"evaluation_sha256": "e"}, ("d", "f"), None, ["ZR759"]),
+        ({"evaluation_sha256": "e"}, ("c", "f"), None, ["ZR727", "ZR759"]),
+        ({"evaluation_sha256": "e"}, ("d", "f"), ["ZR759"], None),
+        ({"evaluation_sha256": "e"}, ("d", None), None, None),  # nothing is evaluated any more
+        ({"evaluation_sha256": None}, ("d", "f"), None, None),
+        ({}, ("d", "f"), None, None),  # by an earlier version
+        ({}, ("c", None), None, ["ZR727"]),
+    ],
+)
+def test_a_resume_on_other_rows_is_refused(tmp_path, recipe, written, now, ignore, codes):
+    folder = checkpoint(tmp_path, 4, **written)
+    settings = recipe.settings.replace(ignore=ignore)
+    if codes is None:
+        refuse_other_data(str(folder), settings, *now)
+    else:
+        assert refusal_of(refuse_other_data, str(folder), settings, *now).codes == codes
 
 
 class Attribute:

@@ -82,6 +82,32 @@ def test_pad_is_not_the_end_of_text(tmp_path, tokenizer, saved, named, taken):
         assert (loaded.pad_token, loaded.eos_token) == (taken, "<|endoftext|>")
 
 
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        ("", None),
+        ("eos_token: epoch", "ZR503"),
+        ("eos_token: <|padding|>\npad_token: The", None),
+        ("pad_token: <|nowhere|>", "ZR503"),
+        ("pad_token: <|endoftext|>", "ZR502"),
+        ("eos_token: The\npad_token: The", "ZR502"),
+    ],
+)
+def test_check_refuses_what_the_tokenizer_decides_without_a_look_at_the_rows(tmp_path, monkeypatch, capsys, keys, code):
+    Side(recipe=keys).write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", "recipe.yaml"]) == (2 if code else 0)
+    said = capsys.readouterr().out
+    assert said.count(f"[{code}]") == bool(code) and said.count("refused") == bool(code)
+
+
+def test_check_says_that_it_did_not_look_at_a_tokenizer_that_is_not_at_hand(tmp_path):
+    elsewhere = settings_with(model_name_or_path="nobody/has-this", eos_token="epoch")
+    assert [finding.code for finding in load.tokenizer_findings(elsewhere, asks_hub=False)] == ["ZR755"]
+    here = settings_with(model_name_or_path=str(tmp_path))  # a folder without one: the run has nowhere to take it from
+    assert refusal_of(lambda: list(load.tokenizer_findings(here, asks_hub=False))).codes == ["ZR199"]
+
+
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_a_file_is_taken_by_its_path(tmp_path, kind):
     file, rows = str(tmp_path / f"mine.{kind}"), Dataset.from_list([{"text": "a"}, {"text": "b"}])

@@ -144,6 +144,79 @@ def test_a_sweep_of_a_recipe_with_a_ds_config_is_refused(
     assert ("ZR861" in capsys.readouterr().err) == refused and bool(launched) != refused
 
 
+FSDP1 = {
+    "fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_use_orig_params": True,
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_sync_module_states": True,
+}
+
+
+def of_fsdp1(tmp_path, **changes) -> dict:
+    """The `fsdp_config` in force under such a file, where there is no GPU."""
+    file = tmp_path / "fsdp1.yaml"
+    text = json.dumps({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": FSDP1 | changes})
+    file.write_text(text)
+    settings = recipes.parse_recipe(ROOT / "recipes" / "pythia.yaml", {}, []).settings
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        strategy = resolve_strategy(settings, launched_environment(file, None), size_of)
+    assert strategy.name == "fsdp2" and strategy.fsdp_config["version"] == 2
+    assert strategy.fsdp_config["state_dict_type"] == "FULL_STATE_DICT"
+    return strategy.fsdp_config
+
+
+RESHARDING = ("FULL_SHARD", "HYBRID_SHARD", "full_shard", 1, "1", 4)
+KEEPING = ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD_ZERO2", "shard_grad_op", 2, "3", 5)
+
+
+@pytest.mark.parametrize("strategy", [*RESHARDING, *KEEPING])
+def test_an_fsdp1_strategy_becomes_one_of_fsdp2(tmp_path, strategy):
+    """Files of old versions of accelerate have numbers; accelerate takes small letters, too."""
+    assert of_fsdp1(tmp_path, fsdp_sharding_strategy=strategy)["reshard_after_forward"] is (strategy in RESHARDING)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {}),
+        ({"fsdp_auto_wrap_policy": "NO_WRAP"}, {"auto_wrap_policy": "NO_WRAP"}),
+        ({"fsdp_auto_wrap_policy": None}, {"auto_wrap_policy": "NO_WRAP"}),
+        ({"fsdp_auto_wrap_policy": "transformer_based_wrap"}, {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
+        (
+            {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000},
+            {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 2000},
+        ),
+        ({"fsdp_transformer_layer_cls_to_wrap": "A,B"}, {"transformer_layer_cls_to_wrap": "A,B"}),
+        ({"fsdp_backward_prefetch": "NO_PREFETCH"}, {}),
+        ({"fsdp_backward_prefetch": 2, "fsdp_forward_prefetch": True}, {}),
+        ({"fsdp_backward_prefetch": None, "fsdp_use_orig_params": False}, {}),
+        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, {}),
+        ({"fsdp_state_dict_type": 1}, {}),
+        ({"fsdp_cpu_ram_efficient_loading": False, "fsdp_sync_module_states": False}, {}),
+        ({"fsdp_offload_params": True}, {"cpu_offload": True}),
+        ({"fsdp_activation_checkpointing": True}, {"activation_checkpointing": True}),
+        ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, {"reshard_after_forward": True}),  # accelerate reads none
+    ],
+    ids=str,
+)
+def test_an_fsdp1_file_is_read_as_fsdp2_without_a_gpu(tmp_path, changes, expected):
+    """accelerate's own FSDP1 plugin asks for one, to synchronize the ranks' weights."""
+    config = of_fsdp1(tmp_path, **changes)
+    assert config | expected == config
+
+
+@pytest.mark.parametrize(
+    "key", ["fsdp_sharding_strategy", "fsdp_auto_wrap_policy", "fsdp_backward_prefetch", "fsdp_state_dict_type"]
+)
+def test_a_word_that_accelerate_does_not_know_is_named_with_its_key(tmp_path, key):
+    """accelerate itself says `KeyError: 'AUTO'`."""
+    refused = refusal_of(of_fsdp1, tmp_path, **{key: "AUTO"})
+    assert refused.codes == ["ZR368"] and f"{key}: AUTO" in str(refused)
+
+
 def test_a_stale_build_lock_is_removed_and_one_that_is_held_stays(tmp_path, monkeypatch, capsys):
     """A stale lock hangs every later launch silently; who made one holds the file open (torch/utils/file_baton.py)."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))

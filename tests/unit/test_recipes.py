@@ -204,6 +204,41 @@ def test_a_mapping_on_the_command_line_is_json_or_yaml(tmp_path, text):
     assert recipe.settings.columns == {"question": "ask"}
 
 
+IN_MAPPINGS = {
+    "lr_scheduler_kwargs": ("{lr_end: 1e-5}", {"lr_end": 1e-5}),
+    "accelerator_config": ("{any: {num_steps: 1e0}}", {"any": {"num_steps": 1.0}}),
+    "peft_config": ("{lora_dropout: 1E-1, revision: 12e4567}", {"lora_dropout": 0.1, "revision": "12e4567"}),
+    "model_init_kwargs": ("{initializer_range: 2e-2, revision: 1e5}", {"initializer_range": 0.02, "revision": "1e5"}),
+    "activation_checkpointing_kwargs": ("{a_b: [1e2, x1e2]}", {"a_b": [100.0, "x1e2"]}),
+    "fsdp_config": ("{min_num_params: 1e8, transformer_layer_cls_to_wrap: [2e1]}",
+                    {"min_num_params": 1e8, "transformer_layer_cls_to_wrap": ["2e1"]}),
+    "deepspeed": ("{zero_optimization: {reduce_bucket_size: 5e8}, optimizer: {params: {betas: [9e-1, .1], lr: auto}}}",
+                  {"zero_optimization": {"reduce_bucket_size": 5e8},
+                   "optimizer": {"params": {"betas": [0.9, 0.1], "lr": "auto"}}}),
+    "columns": ("{1e5: prompt, text: 1e5}", {"1e5": "prompt", "text": "1e5"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", IN_MAPPINGS)
+def test_a_number_in_a_mapping_is_a_number(tmp_path, key):
+    """PyYAML reads `1e-5`, without a dot, as text."""
+    text, expected = IN_MAPPINGS[key]
+    path = tmp_path / "r.yaml"
+    path.write_text(f"{key}: {text}\noptim_args: 1e-5\nmodel_revision: 1e5\nlearning_rate: 1e-5\n")
+    settings = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
+    assert getattr(settings, key) == expected
+    assert (settings.optim_args, settings.model_revision, settings.learning_rate) == ("1e-5", "1e5", 1e-5)
+    if key in keys.tables()["mappings"]:  # TRL reads the others of the command line as paths, or in its own way
+        path.write_text("")
+        assert getattr(recipes.parse_recipe(path, {}, [f"--{key}", text]).settings, key) == expected
+
+
+def test_every_mapping_with_numbers_is_converted():
+    known = {key for key, hint in keys.key_types().items() if "object" in keys.accepted_types(hint)}
+    others = {"columns", "liger_kernel_config", "parallelism_config"}  # names, switches, an object
+    assert set(keys.tables()["number_mappings"]) == known - others
+
+
 def test_a_key_of_the_recipe_is_not_taken_for_an_option_that_begins_so():
     arguments = cli.parse_arguments(["check", "recipes/tiny.yaml", "--num_proc", "4"])
     assert arguments.num_processes is None and arguments.overrides == ["--num_proc", "4"]

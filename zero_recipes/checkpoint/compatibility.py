@@ -9,13 +9,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PretrainedConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from zero_recipes.checkpoint.save import STATE, is_resharded, read_manifest, read_states_index
+from zero_recipes.checkpoint.save import (
+    ADAPTER,
+    STATE,
+    Entry,
+    NotWhole,
+    entries_of,
+    is_resharded,
+    read_manifest,
+    read_states_index,
+)
 from zero_recipes.config.keys import tables
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import Finding, finding, refusal
+from zero_recipes.core.findings import Finding, downgraded, finding, first_line, ignored_codes, raise_errors
+from zero_recipes.model import adapter_config, built_or_none, config_of_file, report_of_folder
 
 _KEYS = tables()["resume"]
 DECIDES = tuple(_KEYS["decides"])  # with other values it is another training
@@ -34,8 +46,13 @@ def recipe_facts(settings: Settings, strategy: Strategy) -> dict[str, Any]:
     return json.loads(json.dumps(facts, default=lambda value: getattr(value, "value", str(value))))
 
 
-def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
-    """Without a manifest (named by its path) nothing is compared."""
+def fit_findings(
+    checkpoint: str, settings: Settings, strategy: Strategy, config: PretrainedConfig | None = None
+) -> Iterator[Finding]:
+    """Without a manifest (named by its path) there are no values to compare, and the weights are.
+
+    `config`: of the model; None where it is not at hand.
+    """
     if strategy.ds.on_nvme:
         yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
     dispatches = _accelerator_config(settings)["dispatch_batches"]
@@ -45,6 +62,8 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
     if written is None:
         yield finding("ZR718", checkpoint=checkpoint)
         yield from _missing_states(Path(checkpoint), strategy)
+        if config is not None:
+            yield from _weights(Path(checkpoint), settings, config)
         return
     old_world = written["world_size"]
     if is_resharded(checkpoint):
@@ -62,6 +81,15 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
     if there != here:
         yield finding("ZR722", checkpoint=checkpoint, there=there, here=here)
     yield from _recipe(checkpoint, written.get("recipe", {}), recipe_facts(settings, strategy))
+    yield from _model_config(checkpoint, written.get("model_config"), settings)
+
+
+def refuse_misfit(
+    checkpoint: str, settings: Settings, strategy: Strategy, config: PretrainedConfig | None = None
+) -> None:
+    """See fit_findings."""
+    findings = list(fit_findings(checkpoint, settings, strategy, config))
+    raise_errors(downgraded(findings, ignored_codes(settings.ignore)))
 
 
 def _order_by_world(settings: Settings) -> Iterator[str]:
@@ -73,13 +101,111 @@ def _order_by_world(settings: Settings) -> Iterator[str]:
         yield "dataloader_drop_last: true"
 
 
-def refuse_other_data(checkpoint: str | None, data_sha256: str) -> None:
+def refuse_other_data(
+    checkpoint: str | None, settings: Settings, data_sha256: str, evaluation_sha256: str | None
+) -> None:
+    """Of the training rows, and of the evaluation rows where both runs have some."""
     if checkpoint is None:
         return
     written = read_manifest(Path(checkpoint)) or {}
+    findings = []
     then = written.get("data_sha256")
     if then and then != data_sha256:
-        raise refusal("ZR727", checkpoint=checkpoint, old=then, new=data_sha256)
+        findings.append(finding("ZR727", checkpoint=checkpoint, old=then, new=data_sha256))
+    then = written.get("evaluation_sha256")
+    if then and evaluation_sha256 and then != evaluation_sha256:
+        findings.append(finding("ZR759", checkpoint=checkpoint, old=then, new=evaluation_sha256))
+    raise_errors(downgraded(findings, ignored_codes(settings.ignore)))
+
+
+def _model_config(checkpoint: str, then: Mapping[str, Any] | None, settings: Settings) -> Iterator[Finding]:
+    """`then`: None in a manifest of an earlier version."""
+    if not then:
+        return
+    now = config_of_file(settings)
+    if now is None:
+        return
+    changed = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
+    if changed:
+        name = settings.model_name_or_path
+        about = {"then": _listed(changed[:5], then), "now": _listed(changed[:5], now)}
+        yield finding("ZR758", checkpoint=checkpoint, name=name, **about)
+
+
+def _weights(folder: Path, settings: Settings, config: PretrainedConfig) -> Iterator[Finding]:
+    """Of another program's checkpoint: whether a resume could load its weights into this run's model."""
+    try:
+        entries = entries_of(folder)
+    except NotWhole as error:
+        yield finding("ZR756", checkpoint=folder, how=str(error))
+        return
+    if not entries or any(0 in entry.shape for entry in entries.values()):
+        return  # pickles, which are not opened, or stage 3, where DeepSpeed's files have the weights
+    has_adapter = (folder / ADAPTER).is_file()
+    how = None
+    if has_adapter and not settings.use_peft:
+        how = "It holds an adapter, and this run trains the model itself."
+    elif settings.use_peft and not has_adapter:
+        how = "It holds a whole model, and this run trains an adapter."
+    elif has_adapter:
+        how = _other_adapter(folder, entries, settings, config)
+    elif not settings.clones_tokenizer:  # TRL adds the other tokenizer's tokens to the model
+        how = _other_model(folder, settings, config)
+    if how is not None:
+        yield finding("ZR756", checkpoint=folder, how=how)
+
+
+def _other_model(folder: Path, settings: Settings, config: PretrainedConfig) -> str | None:
+    try:
+        report = report_of_folder(folder, config, settings.trust_remote_code)
+    except Exception:  # a model's own code may raise anything: the rehearsal reports that
+        return None
+    for kind in ("mismatched_keys", "missing_keys", "unexpected_keys"):
+        if report[kind]:
+            keys = sorted(key if isinstance(key, str) else key[0] for key in report[kind])
+            return f"{kind.replace('_', ' ').capitalize()}: {_first(keys)}."
+    return None
+
+
+# of an adapter_config.json: with other values the same tensors mean another adapter
+_OF_ADAPTERS = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
+
+
+def _other_adapter(
+    folder: Path, entries: Mapping[str, Entry], settings: Settings, config: PretrainedConfig
+) -> str | None:
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    base = built_or_none(config, settings.trust_remote_code)
+    if base is None:
+        return None
+    names_of_base = {f"base_model.model.{name}" for name in base.state_dict()}
+    adapter = adapter_config(settings)
+    own = json.loads(json.dumps(adapter.to_dict(), default=lambda value: getattr(value, "value", str(value))))
+    try:
+        saved = dict(json.loads((folder / "adapter_config.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        return f"Its adapter_config.json cannot be read: {first_line(error)}"
+    differing = [key for key in _OF_ADAPTERS if key in saved and key in own and saved[key] != own[key]]
+    if differing:
+        return f"Its adapter has {_listed(differing, saved)}; this run's has {_listed(differing, own)}."
+    try:
+        with torch.device("meta"):
+            made = get_peft_model_state_dict(get_peft_model(base, adapter), save_embedding_layers=False)
+    except Exception:  # peft looks each value up in tables of its own: the rehearsal reports that
+        return None
+    missing = sorted(made.keys() - entries.keys())
+    unexpected = sorted(entries.keys() - made.keys() - names_of_base)  # PEFT saves resized embeddings too
+    mismatched = sorted(name for name in made.keys() & entries.keys() if tuple(made[name].shape) != entries[name].shape)
+    for kind, keys in (("Mismatched", mismatched), ("Missing", missing), ("Unexpected", unexpected)):
+        if keys:
+            return f"{kind} keys: {_first(keys)}."
+    return None
+
+
+def _first(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _missing_states(folder: Path, strategy: Strategy) -> Iterator[Finding]:

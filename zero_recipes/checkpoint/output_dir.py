@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from torch.utils._pytree import tree_leaves  # noqa: PLC2701 - torch has no public place for it
 
-from zero_recipes.checkpoint.compatibility import fit_findings
+from zero_recipes.checkpoint.compatibility import refuse_misfit
 from zero_recipes.checkpoint.resume import (
     checkpoint_to_resume,
     clear_unfinished,
@@ -28,7 +28,7 @@ from zero_recipes.checkpoint.save import is_foreign
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.core.files import NAMES, PART
-from zero_recipes.core.findings import Refusal, raise_errors, refusal
+from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.process import rank, say
 from zero_recipes.engine.group import agree, once
 
@@ -202,7 +202,7 @@ def _checkpoint_now(run: Run) -> str | None:
     refuse_occupied(run.output_dir, requested, settings.overwrite, inputs)
     checkpoint = checkpoint_to_resume(run.output_dir, requested, settings.overwrite, silent=True)
     if checkpoint not in (None, run.checkpoint):
-        raise_errors(list(fit_findings(checkpoint, run.settings, run.strategy)))
+        refuse_misfit(checkpoint, run.settings, run.strategy, run.config)
     return checkpoint
 
 

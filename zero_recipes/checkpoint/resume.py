@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, Self
 from safetensors import safe_open
 
 from zero_recipes.checkpoint import save
-from zero_recipes.checkpoint.compatibility import fit_findings, needs_reshard
+from zero_recipes.checkpoint.compatibility import needs_reshard, refuse_misfit
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import UNFINISHED, Refusal, raise_errors, refusal
+from zero_recipes.core.findings import UNFINISHED, Refusal, refusal
 from zero_recipes.core.process import rank, say
 from zero_recipes.engine import deepspeed as internals
 from zero_recipes.engine.group import agree, once
@@ -230,7 +230,7 @@ def resolve_resume_checkpoint(run: Run) -> Run:
         damaged.append(checkpoint)
         earlier = checkpoint_to_resume(run.output_dir, requested, damaged=damaged)
         if earlier is not None:
-            raise_errors(list(fit_findings(earlier, run.settings, run.strategy)))
+            refuse_misfit(earlier, run.settings, run.strategy, run.config)
         run = run.resuming_from(earlier)
     if run.checkpoint is not None and not (run.settings.trust_checkpoint or resumes_in(run.output_dir, run.checkpoint)):
         agree(partial(_refuse_code, Path(run.checkpoint), *share))
@@ -252,7 +252,7 @@ def resharded_where_needed(run: Run) -> Iterator[Run]:
 
     def reshard() -> None:
         _reshard(checkpoint, run.strategy, target)
-        raise_errors(list(fit_findings(str(target), run.settings, run.strategy)))
+        refuse_misfit(str(target), run.settings, run.strategy, run.config)
 
     try:
         once(reshard, f"reshards {checkpoint}")

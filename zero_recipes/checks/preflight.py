@@ -25,7 +25,7 @@ from zero_recipes.config.run import Run, choose_device, refuse_uneven_gpus, sett
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes, library_error_as_finding
 from zero_recipes.core.host import Gpu, Host
-from zero_recipes.data.load import refuse_data_at_hand
+from zero_recipes.data.load import refuse_data_at_hand, tokenizer_findings
 from zero_recipes.metrics.scores import load_metrics, metric_findings
 from zero_recipes.model import load_config, size_of
 
@@ -97,6 +97,9 @@ class Preflight:
         strategy = self.attempt(resolve_strategy, placed, self.environment, size_of)
         settings, explicit = self.settings_of(recipe, strategy, device)
         config = self.attempt(load_config, settings)
+        if self.rehearsal and config is not None:  # a run reads it before its weights
+            with collected(self.findings):
+                self.findings += tokenizer_findings(settings, not constants.is_offline_mode())
         run = None
         if strategy is not None:
             run = Run(recipe, settings, explicit, strategy, device, self.environment, config)
@@ -107,7 +110,7 @@ class Preflight:
         if run is None:
             return None
         if checkpoint is not None:
-            self.findings += fit_findings(checkpoint, settings, strategy)
+            self.findings += fit_findings(checkpoint, settings, strategy, config)
         if not elsewhere:
             self.check_machine(run)
         return run.resuming_from(checkpoint)

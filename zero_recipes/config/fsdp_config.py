@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from zero_recipes.config.accelerate import is_fsdp1, is_on
-from zero_recipes.config.ds_config import read_json_mapping
+from zero_recipes.config.ds_config import quiet, read_json_mapping
 from zero_recipes.config.keys import tables
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Finding, finding, library_error_as_finding, raise_errors, refusal
@@ -20,7 +20,7 @@ _DEFAULTS = {"auto_wrap_policy": "NO_WRAP"}
 # run so, whatever is written: it trains the same, and saves a whole model
 _WHOLE = {"state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": False}
 _WORDS = tables()["fsdp_words"]
-_RESHARDING = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")  # FSDP1's strategies that free gathered weights after forward
+_RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")  # FSDP1's strategies that free gathered weights after forward
 
 
 def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], world_size: int) -> dict[str, Any] | None:
@@ -67,20 +67,65 @@ def _from_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
         return None
     from accelerate.utils import FullyShardedDataParallelPlugin, patch_environment
 
+    raise_errors(list(_unknown_words(environment)))
+    as_it_runs = dict(environment)
+    if is_fsdp1(environment):
+        as_it_runs |= _as_fsdp2(environment)
     doing = "reading the accelerate file's fsdp_config"
-    with library_error_as_finding(doing), patch_environment(**environment):
+    with library_error_as_finding(doing), quiet(), patch_environment(**as_it_runs):
         FullyShardedDataParallelPlugin()
     config = dict(_DEFAULTS)
     for name, key in _VARIABLES.items():
-        if name in environment:
-            config[key] = yaml.safe_load(environment[name])
+        if name in as_it_runs:
+            config[key] = yaml.safe_load(as_it_runs[name])
         if config.get(key) in (None, "none", "None"):  # the default too
             config.pop(key, None)
-    if is_fsdp1(environment):
-        strategy = environment.get("FSDP_SHARDING_STRATEGY", _RESHARDING[0])
-        config["version"] = 2
-        config["reshard_after_forward"] = strategy in _RESHARDING
+    if "auto_wrap_policy" in config:
+        config["auto_wrap_policy"] = config["auto_wrap_policy"].upper()  # transformers takes no other, accelerate does
     return config
+
+
+def _as_fsdp2(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of an FSDP1 file that FSDP2 reads otherwise.
+
+    accelerate's FSDP1 asks for a GPU where the ranks synchronize their weights, which FSDP2 does by itself.
+    """
+    strategy = _word(environment.get("FSDP_SHARDING_STRATEGY", "1"), "FSDP_SHARDING_STRATEGY")
+    return {
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": str(strategy in _RESHARDING).lower(),
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",  # FSDP2 has no LOCAL_STATE_DICT
+    }
+
+
+def _known_words() -> dict[str, list[str]]:
+    """{variable: accelerate's words for it, in the order of their numbers}."""
+    from accelerate.utils import constants
+
+    return {
+        "FSDP_SHARDING_STRATEGY": constants.FSDP_SHARDING_STRATEGY,
+        "FSDP_BACKWARD_PREFETCH": constants.FSDP_BACKWARD_PREFETCH,
+        "FSDP_STATE_DICT_TYPE": constants.FSDP_STATE_DICT_TYPE,
+        "FSDP_AUTO_WRAP_POLICY": constants.FSDP_AUTO_WRAP_POLICY,
+    }
+
+
+def _word(text: str, variable: str) -> str:
+    """`text` as accelerate's word: files of old versions have its number."""
+    words = _known_words()[variable]
+    if text.isdigit() and 1 <= int(text) <= len(words):
+        return words[int(text) - 1]
+    return text.upper()
+
+
+def _unknown_words(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """accelerate answers an unknown one with `KeyError: 'AUTO'`, some only after the weights are loaded."""
+    for variable, words in _known_words().items():
+        if variable == "FSDP_SHARDING_STRATEGY" and not is_fsdp1(environment):
+            continue  # FSDP2 does not read it
+        text = environment.get(variable, words[0])
+        if _word(text, variable) not in words:
+            yield finding("ZR368", key=variable.lower(), value=text, known=", ".join(words))
 
 
 def _from_recipe(settings: Settings) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -238,6 +239,9 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     values["chat_template_path"] = _chat_template(values["chat_template_path"])
     for key in keys.tables()["mappings"]:
         values[key] = decoded(values[key])
+    for key in keys.tables()["number_mappings"]:
+        if isinstance(values[key], dict):  # else a path, or nothing
+            values[key] = with_numbers(values[key])
     explicit = {key: value for key, value in values.items() if key in mapping or key in named}
     findings = []
     for key, value in explicit.items():
@@ -349,6 +353,29 @@ def decoded(value: Any) -> Any:
         with contextlib.suppress(ValueError, yaml.YAMLError):
             return _convert_str_dict(read(value))
     return value
+
+
+EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+
+
+def with_numbers(value: Any) -> Any:
+    """A mapping whose texts like "1e-5" are numbers, also those in lists and mappings inside.
+
+    PyYAML reads a number with an exponent and without a dot as text. At the top level TRL's parser makes it a number.
+    Texts of keys like `revision` and `name_or_path` stay.
+    """
+    if isinstance(value, str):
+        return float(value) if EXPONENT.fullmatch(value) else value
+    if isinstance(value, list):
+        return [with_numbers(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    converted = {}
+    for key, item in value.items():
+        parts = str(key).lower().split("_")
+        is_text = not isinstance(item, dict) and not set(parts).isdisjoint(keys.tables()["text_parts"])
+        converted[key] = item if is_text else with_numbers(item)
+    return converted
 
 
 def derive_accumulation(settings: Settings, explicit: Mapping[str, Any], world_size: int) -> int | None:

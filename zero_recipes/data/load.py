@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config import keys
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Refusal, finding, first_line, library_error_as_finding, refusal
+from zero_recipes.core.findings import Finding, Refusal, finding, first_line, library_error_as_finding, refusal
 from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
 from zero_recipes.engine.huggingface import read_texts_as_texts, single_process_env
@@ -363,13 +363,18 @@ def read_tokenizer(name: str, settings: Settings, **keywords: Any) -> Tokenizer:
 
 
 def load_tokenizer(settings: Settings) -> Tokenizer:
-    """With a padding token that is not the end of text. Refuses one that has none.
+    """With a padding token that is not the end of text. Raises Refusal."""
+    name = settings.model_name_or_path
+    return with_padding(read_tokenizer(name, settings, revision=settings.model_revision), settings)
+
+
+def with_padding(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
+    """The same, with a padding token that is not the end of text. Refuses one that has none.
 
     TRL falls back to pad = end of text. Its own labels are built before padding, but a model saved so teaches everyone
     downstream to mask the end.
     """
     name = settings.model_name_or_path
-    tokenizer = read_tokenizer(name, settings, revision=settings.model_revision)
     end = settings.eos_token or tokenizer.eos_token
     pad = settings.pad_token or tokenizer.pad_token
     if pad is None or (pad == end and settings.pad_token is None):
@@ -380,6 +385,25 @@ def load_tokenizer(settings: Settings) -> Tokenizer:
     _refuse_unknown_token("pad_token", pad, tokenizer)
     tokenizer.pad_token = pad
     return tokenizer
+
+
+def tokenizer_findings(settings: Settings, asks_hub: bool) -> Iterator[Finding]:
+    """What a run's tokenizer would refuse: `eos_token` and `pad_token`. Raises Refusal.
+
+    `asks_hub`: a tokenizer of the hub is downloaded; else it is taken from the cache, or a warning says that it was not
+    looked at.
+    """
+    name = settings.model_name_or_path
+    try:
+        tokenizer = read_tokenizer(name, settings, revision=settings.model_revision, local_files_only=not asks_hub)
+    except Refusal as refused:
+        if not on_hub(name):
+            raise
+        yield finding("ZR755", name=name, error=refused.findings[0].why)
+        return
+    with_padding(tokenizer, settings)
+    if settings.eos_token is not None:
+        _refuse_unknown_token("eos_token", settings.eos_token, tokenizer)
 
 
 def _refuse_unknown_token(key: str, token: str, tokenizer: Tokenizer) -> None:

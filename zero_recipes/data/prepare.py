@@ -78,6 +78,7 @@ class Prepared:
     audit: Audit
     findings: list[Finding]  # warnings only
     data_sha256: str  # of the training rows; of a stream's first STREAMED_ROWS
+    evaluation_sha256: str | None  # the same of the evaluation rows
     shown: list  # `recognised`, and rows with what carries loss for `audit.show_rows`
 
     @property
@@ -107,7 +108,8 @@ def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer, replic
     findings += audits.left_out_findings(train, evaluation, settings, replicas)
     findings = downgraded(findings, ignored)
     raise_errors(findings)
-    return Prepared(tokenizer, train, evaluation, samples, audit, findings, made["data_sha256"], made["shown"])
+    digests = (made["data_sha256"], made.get("evaluation_sha256"))  # kept rows of an earlier version have one
+    return Prepared(tokenizer, train, evaluation, samples, audit, findings, *digests, made["shown"])
 
 
 def _stream(settings: Settings, training_args, tokenizer) -> tuple[load.Rows, Dataset | None]:
@@ -147,6 +149,7 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
             "findings": [asdict(finding) for finding in findings],
             "shown": [recognised(data, splits[0]), shown_rows(data, splits[0], training_args, ours.assistant_mask)],
             "data_sha256": data_sha256(splits[0].ready),
+            "evaluation_sha256": data_sha256(splits[1].ready) if len(splits) > 1 else None,
         }
         if folder is not None:
             _keep(folder, [split.ready for split in splits], made)

@@ -66,7 +66,8 @@ def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
 
 def load_model(run: Run, inputs: Inputs, clock: PhaseClock) -> PreTrainedModel:
     """The last that can refuse."""
-    refuse_other_data(run.checkpoint, inputs.data.data_sha256)
+    data = inputs.data
+    refuse_other_data(run.checkpoint, run.settings, data.data_sha256, data.evaluation_sha256)
     with clock.phase("model"):
         return models.load_model(inputs.config, run.settings)
 

@@ -42,7 +42,7 @@ from zero_recipes.engine.huggingface import rows_are_cut, without_deepspeed_anno
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import is_out_of_memory
 from zero_recipes.metrics.scores import load_metrics
-from zero_recipes.model import loaded_values
+from zero_recipes.model import config_of_file, loaded_values
 from zero_recipes.training import answers
 from zero_recipes.training.as_asked import OptimizerProof
 from zero_recipes.training.card import write_card
@@ -161,6 +161,8 @@ class ZeroSFTTrainer(SFTTrainer):
             "recipe": recipe_facts(settings, run.strategy),
             "recipe_sha256": run.recipe.sha256,
             "data_sha256": inputs.data.data_sha256,
+            "evaluation_sha256": inputs.data.evaluation_sha256,
+            "model_config": config_of_file(settings),
         }
         extras = Extras(
             clock=clock,
