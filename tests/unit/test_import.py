@@ -5,7 +5,6 @@ import re
 
 import pytest
 import yaml
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import Template
@@ -17,7 +16,7 @@ from zero_recipes.config import keys
 from zero_recipes.config.accelerate import LAUNCH_KEYS, config_files
 from zero_recipes.config.recipe import parse_recipe, read_recipe_file, trl_arguments
 from zero_recipes.core.findings import Refusal
-from zero_recipes.data.forms import RowError, alpaca_prompt, rename
+from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows
 from zero_recipes.tools import main as cli
@@ -336,12 +335,25 @@ def test_a_file_of_no_trainer_is_refused(tmp_path, capsys, text, code):
     assert cli.main(["import", str(tmp_path / "theirs.yaml")]) == 2 and code in capsys.readouterr().err
 
 
-def test_a_message_without_the_key_that_is_named_is_refused(tmp_path):
+@pytest.mark.parametrize("key", ["utterance", "content"])
+def test_a_message_without_the_key_that_is_named_is_refused(tmp_path, monkeypatch, key):
     """It would have another one's text."""
-    rows = Dataset.from_list([BOTH, {"talk": [{"speaker": "human", "content": "Wrong."}]}], on_mixed_types="use_json")
+    monkeypatch.chdir(tmp_path)
+    turn = {"speaker": "human", key: "Say 1."}
+    (tmp_path / "rows.jsonl").write_bytes(lines([BOTH, {"talk": [turn, turn | {"speaker": "gpt"}]}]))
     columns = {"messages": "talk", "messages.role": "speaker", "messages.content": "utterance"}
-    with pytest.raises(RowError, match="message 0 of messages has no `utterance`"):
-        rename(rows, columns)
+    own = {"model_name_or_path": str(BASE), "chat_template_path": "chatml", "output_dir": "out", "max_length": 256}
+    file = own | {"datasets": [{"path": "rows.jsonl", "columns": columns}]}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(file))
+    recipe = parse_recipe(tmp_path / "r.yaml", read_recipe_file(tmp_path / "r.yaml"), [])
+    chosen = recipe.settings.replace(**ON_CPU)
+    training = trl_arguments(chosen, recipe.path).training
+    if key == "utterance":
+        assert prepare_rows(chosen, training, load_tokenizer(chosen)).shown
+        return
+    with pytest.raises(Refusal, match="utterance") as refused:
+        prepare_rows(chosen, training, load_tokenizer(chosen))
+    assert refused.value.codes == ["ZR524"] and "row 1" in refused.value.what
 
 
 # each nested key, by its place, with a value that is not the usual one
@@ -387,8 +399,10 @@ def test_a_file_of_dataset_info_may_be_in_another_folder(drafted, tmp_path):
         (tmp_path / "theirs.txt").write_text(FACTORY + "template: qwen\n")
         draft = translated(tmp_path / "theirs.txt", tmp_path / "r.yaml")
         assert draft.recipe["datasets"].value == [{"path": "json", "data_files": path}]
-    _, recipe = drafted(FACTORY.replace("mine", "absent") + "template: qwen\n")
-    assert recipe["datasets"] == [{"path": "./absent"}], "a name that is no data set of the Hub"
+    draft, recipe = drafted(FACTORY.replace("mine", "one,two") + "template: qwen\nmax_samples: 5\n")
+    entries = [{"path": "./one", "split": "train[:5]"}, {"path": "./two", "split": "train[:5]"}]
+    assert recipe["datasets"] == entries, "they are no names of the Hub"
+    assert "'one'" in draft.open_points["dataset"] and "'two'" in draft.open_points["dataset"]
 
 
 def test_keys_that_a_recipe_has_are_carried(drafted):

@@ -78,10 +78,13 @@ class Draft:
         self.add_remarks(row["key"], row)
 
     def add_remarks(self, key: str, row: Mapping[str, Any]) -> None:
-        """`row`: of a table."""
+        """`row`: of a table. A key may have several: one for each item of a list."""
         for kind in REMARKS:
             if kind in row:
-                self.remarks[kind][key] = row[kind]
+                effects = self.remarks[kind].get(key, "").split("; ")
+                if row[kind] not in effects:
+                    effects.append(row[kind])
+                self.remarks[kind][key] = "; ".join(filter(None, effects))
 
     def told(self) -> list[str]:
         """What is said of the keys that are not carried, one line a key."""
@@ -631,7 +634,8 @@ def _factory_data(draft: Draft, file: import_models.Factory) -> None:
             entry = _factory_entry(draft, name, info, folder, file)
         if entry is None:
             draft.remark("subset", name=name)
-            entry = {"path": f"./{name}"}  # no name of the Hub: another's rows could have it
+            # no name of the Hub: another's rows could have it
+            entry = _entry(f"./{name}", {}, {"split": _first_rows(None, file.max_samples)})
         entries.append(entry)
     draft.put("dataset", "dataset, by dataset_info.json", datasets=entries)
 
@@ -673,10 +677,13 @@ def _factory_entry(
         path = str(folder / info.file_name)
     if path is None:
         return None
-    split = info.split
-    if file.max_samples:
-        split = f"{split or 'train'}[:{file.max_samples}]"
+    split = _first_rows(info.split, file.max_samples)
     return _entry(path, columns, {"split": split, "name": info.subset})
+
+
+def _first_rows(split: str | None, count: int | None) -> str | None:
+    """A split as `datasets` takes it. `count`: of rows."""
+    return f"{split or 'train'}[:{count}]" if count else split
 
 
 def _factory_messages(draft: Draft, name: str, info: import_models.FactoryDataset) -> dict[str, str | None]:
