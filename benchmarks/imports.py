@@ -1,8 +1,9 @@
 """How many example files of other trainers `zero-recipes import` maps: python -m benchmarks.imports FOLDER
 
 FOLDER holds clones of axolotl and LLaMA-Factory. Writes results/imports.json. Whole: everything is
-mapped. With a named loss: something is not done. Refused: another training would follow; of those `data_only`, where
-only the data is not known, and `no_text`, which is no supervised training on text.
+mapped. With a named loss: something is not done. With open points: other weights would follow; of those `data_only`,
+where only the data is not known. Refused: no run at all. `no_text`: of the last two, those that are no supervised
+training on text.
 """
 
 import json
@@ -28,7 +29,8 @@ PROJECTS = {
 
 
 def counted(clone: Path, pattern: str, words: list[str], no_text: str) -> dict:
-    kinds, refused_for = Counter(files=0, whole=0, with_a_named_loss=0, refused=0, data_only=0, no_text=0), Counter()
+    kinds = Counter(files=0, whole=0, with_a_named_loss=0, with_open_points=0, refused=0, data_only=0, no_text=0)
+    open_points = Counter()
     for file in sorted(clone.glob(pattern)):
         text = file.read_text(encoding="utf-8")
         if any(word not in text for word in words):
@@ -38,12 +40,18 @@ def counted(clone: Path, pattern: str, words: list[str], no_text: str) -> dict:
         except Refusal:
             continue  # no file of training
         kinds["files"] += 1
-        kinds["refused" if draft.changes else "with_a_named_loss" if draft.loses else "whole"] += 1
-        refused_for.update(draft.changes.keys())
-        kinds["no_text"] += bool(draft.changes and re.search(no_text, text))
-        kinds["data_only"] += draft.changes.keys() in ({"dataset"}, {"datasets"})
+        if draft.remarks["refuses"]:
+            kind = "refused"
+        elif draft.open_points:
+            kind = "with_open_points"
+        else:
+            kind = "with_a_named_loss" if draft.remarks["loses"] else "whole"
+        kinds[kind] += 1
+        open_points.update(draft.open_points.keys())
+        kinds["no_text"] += bool(kind in ("refused", "with_open_points") and re.search(no_text, text))
+        kinds["data_only"] += draft.open_points.keys() in ({"dataset"}, {"datasets"})
     head = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return {"commit": head.stdout.strip()} | kinds | {"refused_for": dict(refused_for.most_common(12))}
+    return {"commit": head.stdout.strip()} | kinds | {"open_points": dict(open_points.most_common(12))}
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     """Those of the ds_config are deepspeed_findings."""
     settings = run.settings
     epochs = settings.num_train_epochs
+    for point in settings.open_points or ():
+        yield finding("ZR823", point=point)
     yield from conditions(stops_late(run), silent(run))
     if settings.max_steps <= 0 and not 0 < epochs < math.inf:
         # a run of no step saves the model as it was; one without end never saves it

@@ -46,6 +46,7 @@ class RecipeArguments:
     supervised_logits_only: bool = False
     cudnn_attention: bool = False
     nvme_path: str | None = None
+    open_points: list[str] | None = None
     ignore: list[str] | None = None
     overwrite: bool = False
     skip_checksums: bool = False

@@ -503,15 +503,58 @@ def unread(kinds: Mapping[str, str], form: Form) -> list[str]:
     return [name for name, kind in kinds.items() if kind != "null" and name not in read]
 
 
+MESSAGES = "messages."  # before the key of a message, in `columns`
+
+
 def rename(rows: Rows, columns: Mapping[str, str] | None) -> Rows:
-    """`columns`: {new name: the name in the data}. A column that has the new name already is dropped."""
+    """`columns`: {new name: the name in the data}. A column that has the new name already is dropped.
+
+    {"messages.content": "utterance"} names a key of each message, in whatever column the conversation is.
+    """
     if not columns:
         return rows
     taken = []
     new_names = {}
+    of_messages = {new.removeprefix(MESSAGES): old for new, old in columns.items() if new.startswith(MESSAGES)}
     for new, old in columns.items():
+        if new.startswith(MESSAGES):
+            continue
         if new in (rows.column_names or ()) and new not in columns.values():
             taken.append(new)
         if old != new:
             new_names[old] = new
-    return rows.remove_columns(taken).rename_columns(new_names)
+    renamed = rows.remove_columns(taken).rename_columns(new_names)
+    return _rename_in_messages(renamed, of_messages) if of_messages else renamed
+
+
+def _rename_in_messages(rows: Rows, names: Mapping[str, str]) -> Rows:
+    """`names`: {new key: the key in the data}. Other keys that would be taken for the new ones are dropped."""
+    columns = [name for name in tables()["conversations"] if name in column_names(rows)]
+    if not columns:
+        return rows
+    column = columns[0]
+
+    def convert(row: Row) -> Row:
+        if not isinstance(row[column], list):
+            return {column: row[column]}
+        return {column: [_renamed(turn, names, f"message {n} of {column}") for n, turn in enumerate(row[column])]}
+
+    features = None
+    if rows.features is not None:
+        features = Features({**rows.features, column: TURNS})
+    return rows.map(partial(_numbered, convert), with_indices=True, features=features)
+
+
+def _renamed(turn: Any, names: Mapping[str, str], place: str) -> Any:
+    if not isinstance(turn, Mapping):
+        return turn
+    hidden = set(names) | set(names.values())
+    for key, others in (("role", "speaker"), ("content", "text")):
+        if key in names:
+            hidden |= set(tables()[others])
+    renamed = {key: value for key, value in turn.items() if key not in hidden}
+    for new, old in names.items():
+        if old not in turn:
+            raise RowError(f"{place} has no `{old}`, which `columns` names as its {new}")
+        renamed[new] = turn[old]
+    return renamed

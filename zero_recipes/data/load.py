@@ -223,7 +223,7 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
     if not isinstance(columns, Mapping):  # names of columns to keep
         columns = None
     dataset_format = entry.get("dataset_format") or settings.dataset_format
-    with reading(_sources(settings)):
+    with reading(_sources(settings)), forms.row_errors_as_findings(split):
         rows = forms.rename(rows, columns or settings.columns)
         if next(iter(rows), None) is None:
             raise _no_rows(f"the split {split}")
