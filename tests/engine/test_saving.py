@@ -24,6 +24,7 @@ from zero_recipes.tools.verify import verify
 def test_model_and_samples_are_those_of_the_trained_one(trained, strategy):
     folder = trained(strategy).folder
     assert verify(folder, deep=True)["parameters"] == trained(strategy).metrics["parameters"]
+    assert verify(folder / "checkpoint-6", deep=True), "its pickles hold data alone"
     assert weights_apart(folder, trained("zero1").folder) < 1e-2  # bf16 rounds to 4e-3
     losses = [[entry["loss"] for entry in trained(name).metrics["eval_history"]] for name in (strategy, "zero1")]
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=2e-3)

@@ -26,6 +26,7 @@ UNFINISHED = "unfinished"
 STATE = "trainer_state.json"
 HISTORY = "history.json"
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"  # which DeepSpeed reads instead under checkpoint.load_universal
 # of a resharded one
 STATES = "zero_states"
 INDEX_OF_STATES = "zero_states/index.json"
@@ -149,12 +150,12 @@ def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
 
 def document_fault(checkpoint: Path) -> str | None:
     """The first small file that a resume could not read."""
-    for name in (LATEST, STATE, HISTORY, INDEX_OF_STATES):
+    for name in (LATEST, LATEST_UNIVERSAL, STATE, HISTORY, INDEX_OF_STATES):
         path = checkpoint / name
         try:
             if not path.exists():
                 continue
-            if name == LATEST:
+            if name in (LATEST, LATEST_UNIVERSAL):
                 _check_latest(checkpoint, path.read_text().strip())
             else:
                 dict(json.loads(path.read_text()))
