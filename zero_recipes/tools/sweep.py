@@ -153,7 +153,7 @@ def run_logged(command: list[str], folder: Path, label: str, console: Console, t
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
     environment[REFUSAL_FILE] = str((folder / REFUSAL).resolve())
     with open(folder / "log.txt", "w") as log, working(f"{label}: starting", console) as say:
-        log.write(" ".join(command) + "\n")
+        log.write(" ".join(recipes.words_without_tokens(command)) + "\n")
         child = subprocess.Popen(
             command,
             env=environment,

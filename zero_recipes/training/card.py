@@ -6,6 +6,7 @@ Neither card nor what is pushed of recipe.resolved.yaml, metrics.json and config
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import resources
@@ -15,6 +16,8 @@ from typing import Any
 import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, get_session, try_to_load_from_cache
 from huggingface_hub.repocard import metadata_load
+from jinja2 import Environment, Template
+from markupsafe import Markup
 
 from zero_recipes.checkpoint.save import ADAPTER, CHECKSUMS, saved_files
 from zero_recipes.core import units
@@ -62,11 +65,13 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         data.tags.append("lora")
         adapter = json.loads((folder / "adapter_config.json").read_text())
     licences = [(redacted(name), licence_of(name, "dataset") or "unknown") for name in named]
-    card = ModelCard.from_template(
-        data,
-        template_str=(resources.files("zero_recipes.training") / "card.md.j2").read_text(),
+    recipe_text = yaml.safe_dump(redacted(recipe), sort_keys=False, allow_unicode=True)
+    card = _template().render(
+        card_data=data.to_yaml(),
+        model_name=data.model_name,
         run=run,
-        recipe=yaml.safe_dump(redacted(recipe), sort_keys=False, allow_unicode=True),
+        recipe=recipe_text,
+        fence=Markup(_fence(recipe_text, shortest=3)),
         base=redacted(base) or "an unnamed model",
         licence=licence or "unknown",
         is_adapter=is_adapter,
@@ -76,7 +81,39 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         read_runs=read_runs,
         units=units,
     )
-    write_text(out / README, str(card))
+    write_text(out / README, str(ModelCard(card)))
+
+
+MARKDOWN = re.compile(r"[&<>|`\[\]\\*~$]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is one
+
+
+def _template() -> Template:
+    """Whatever it prints is text, unless it says `code` or `safe`: names, versions and answers are other people's."""
+    environment = Environment(finalize=_as_text)
+    environment.filters["code"] = _as_code
+    return environment.from_string((resources.files("zero_recipes.training") / "card.md.j2").read_text())
+
+
+def _as_text(value: Any) -> str:
+    """Shown as it is, in a line or a table's cell: neither HTML nor Markdown."""
+    if isinstance(value, Markup):
+        return value
+    lines = MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", str(value)).splitlines()
+    return "<br>".join(lines)
+
+
+def _as_code(value: Any) -> Markup:
+    """A code span, in a line or a table's cell."""
+    text = " ".join(str(value).split()).replace("|", "\\|")
+    ticks = _fence(text, shortest=1)
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return Markup(f"{ticks}{space}{text}{space}{ticks}")
+
+
+def _fence(text: str, shortest: int) -> str:
+    """So many backticks that none inside ends what they begin."""
+    runs = re.findall("`+", text)
+    return "`" * max([shortest, *(len(run) + 1 for run in runs)])
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
