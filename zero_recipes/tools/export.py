@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from zero_recipes.checkpoint.save import compare_with_class, write_checksums
+from zero_recipes.checkpoint.save import add_records, compare_with_class, write_checksums
 from zero_recipes.config.recipe import named_on
 from zero_recipes.core.findings import RunFailed, ending, refusal
 from zero_recipes.metrics import schema
@@ -63,6 +63,7 @@ def export(arguments: argparse.Namespace) -> int:
     write_checksums(out)
     if (target.folder / schema.FILE).is_file():
         write_card(target.folder, out)
+        add_records(out)
     print(f"written: {out}, {str(model.dtype).removeprefix('torch.')}", flush=True)
     del model
     files = [_convert(llama_cpp, kind, out) for kind in arguments.gguf]

@@ -19,7 +19,14 @@ from huggingface_hub.repocard import metadata_load
 from jinja2 import Environment, Template
 from markupsafe import Markup
 
-from zero_recipes.checkpoint.save import ADAPTER, CHECKSUMS, saved_files
+from zero_recipes.checkpoint.save import (
+    ADAPTER,
+    CHECKSUMS,
+    checksums_document,
+    read_checksums,
+    saved_files,
+    update_records,
+)
 from zero_recipes.core import units
 from zero_recipes.core.files import NAMES, load_yaml, strict_json, write_text
 from zero_recipes.core.findings import RunFailed, ending
@@ -181,20 +188,34 @@ def hub(token: str | None) -> HfApi:
 def push(folder: Path, repo: str, token: str | None = None, revision: str | None = None) -> str:
     """One commit without checkpoints, logs, failures and pickles. Returns its address. Raises NotPushed."""
     write_card(folder)
+    update_records(folder, [README, PICTURE])
     names = {*saved_files(folder), README, PICTURE, SAMPLES, schema.FILE, RECIPE, "generation_config.json"}
     contents = {name: _redacted_file(folder / name) for name in sorted(names) if (folder / name).is_file()}
     if (folder / CHECKSUMS).is_file():
-        sums = json.loads((folder / CHECKSUMS).read_text())
-        for name, content in contents.items():
-            if isinstance(content, bytes) and name in sums["files"]:
-                sums["files"][name] = hashlib.sha256(content).hexdigest()
-        contents[CHECKSUMS] = strict_json(sums, indent=2).encode()
+        try:
+            known = read_checksums(folder)
+        except (OSError, ValueError, TypeError) as error:
+            raise NotPushed(ending("checksums", path=folder / CHECKSUMS, error=error)) from error
+        pushed = {kind: _of_pushed(sums, contents) for kind, sums in known.items()}
+        contents[CHECKSUMS] = strict_json(checksums_document(**pushed), indent=2).encode()
     operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
     try:
         message = "Model, card, measurements and recipe"
         return hub(token).create_commit(repo, operations, commit_message=message, revision=revision).commit_url
     except Exception as error:  # of huggingface_hub and the network, of many kinds
         raise NotPushed(ending("not_pushed", folder=folder, repo=repo, error=error)) from error
+
+
+def _of_pushed(sums: Mapping[str, str], contents: Mapping[str, str | bytes]) -> dict[str, str]:
+    """The checksums of the files that are pushed, as they are pushed."""
+    pushed = {}
+    for name, digits in sums.items():
+        content = contents.get(name)
+        if isinstance(content, bytes):
+            digits = hashlib.sha256(content).hexdigest()
+        if content is not None:
+            pushed[name] = digits
+    return pushed
 
 
 def _redacted_file(path: Path) -> str | bytes:

@@ -16,6 +16,7 @@ from zero_recipes.checkpoint.resume import (
     resolve_resume_checkpoint,
     steps_behind,
 )
+from zero_recipes.checkpoint.save import add_records
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Preempted, Refusal, library_error_as_finding
@@ -106,6 +107,8 @@ class Session:
             forget_resharded(folder)
             write_card(folder)
             if self.run.settings.save_model:
+                if not self.run.settings.skip_checksums:
+                    add_records(folder)
                 print(f"next: zero-recipes ask {folder} (also: export, report)", flush=True)
             else:
                 print(f"next: zero-recipes report {folder}", flush=True)
