@@ -1,6 +1,7 @@
 """Going on from a checkpoint is bit-exact: losses, gradient norms, tokens, and every tensor of the last checkpoint."""
 
 import itertools
+import json
 import random
 import shutil
 from pathlib import Path
@@ -11,7 +12,8 @@ from tests.helpers import cases, ending_cases
 from tests.helpers.resuming import EXACT, KINDS, LORA, SAVED_AT, STEPS, Shape, compare, drawn, gaps_of, resume_recipe
 from tests.helpers.seeded import count, grid, write_result
 from tests.helpers.tiny import arguments, write_rows
-from tests.helpers.tools import flip
+from tests.helpers.tools import flip, plant
+from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
 
 GROUPS = {1: "one", 2: "two"}  # fixtures, by world size
@@ -98,6 +100,24 @@ def test_a_flipped_bit_is_passed_over_and_the_rest_is_bit_for_bit(two, zero0, tm
     assert checkpoint_fault(last) is None and content_fault(last) is None
     aside = folder / f"damaged-checkpoint-{STEPS}"
     assert content_fault(aside).endswith("its checksum differs.")
+
+
+def test_a_stranger_s_code_in_the_own_folder_is_refused_on_every_rank(two, zero0, tmp_path):
+    """A downloaded folder that says it was killed is resumed without a word in the recipe; its manifest fits."""
+    recipe, whole, _ = zero0
+    folder, mark = Path(shutil.copytree(whole, tmp_path / "copy")), tmp_path / "it-was-run"
+    last, metrics = folder / f"checkpoint-{STEPS}", folder / "metrics.json"
+    metrics.write_text(json.dumps(json.loads(metrics.read_text()) | {"status": "running"}))
+    states = next(last.rglob("mp_rank_00_model_states.pt"))
+    plant(last / "training_args.bin", mark, "zip 2")  # nothing loads it
+    plant(states, mark, "zip 2")
+    save.write_manifest(last, save.read_manifest(last))
+    argv = arguments(recipe, "zero0", folder, *SAMPLES)
+    for said in two.run(ending_cases.refusal_of, argv=argv):
+        assert f"checkpoint-{STEPS} holds {states.relative_to(last)}" in said and said.endswith("[ZR780]")
+    shutil.copy(whole / states.relative_to(folder), states)
+    save.write_manifest(last, save.read_manifest(last))
+    assert two.run(cases.train_counted, argv=argv)[0]["metrics"]["resumed_at"] == [STEPS] and not mark.exists()
 
 
 def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp_path):

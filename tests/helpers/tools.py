@@ -2,11 +2,15 @@
 
 import contextlib
 import os
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import numpy
+import torch
 
 from zero_recipes.core.findings import Refusal
 
@@ -85,3 +89,27 @@ def lose(path: Path, draw: random.Random) -> None:
 
 
 DAMAGES = (flip, zero, cut, lose)
+
+
+class Planted:
+    """Unpickling it runs a command, which creates a file."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+def plant(path: Path, mark: Path, kind: str) -> None:
+    """Let the pickle at `path` hold what it held, and a command; `kind`: of the file's format."""
+    held: Any = torch.load(path, weights_only=False) if path.is_file() else {}
+    held = {**held, "planted": Planted(mark)} if isinstance(held, dict) else [held, Planted(mark)]
+    if kind == "numpy":  # a class that may be read, with one inside that may not
+        torch.save({**held, "planted": numpy.array([Planted(mark)], dtype=object)}, path)
+    elif kind == "legacy":
+        torch.save(held, path, _use_new_zipfile_serialization=False)
+    elif kind.startswith("zip"):
+        torch.save(held, path, pickle_protocol=int(kind[-1]))
+    else:
+        path.write_bytes(pickle.dumps(held["planted"], protocol=int(kind[-1])))

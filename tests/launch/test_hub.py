@@ -96,6 +96,7 @@ def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, two, tmp_path, 
         tmp_path, save_model=True, push_to_hub=True, hub_model_id="me/taught", hub_token="hf_secret", use_peft=True,
         lora_r=4, lora_target_modules=["query_key_value", "dense"], sample_prompts=2, sample_max_new_tokens=2,
         save_strategy="steps", save_steps=2, random_weights=False, eval_strategy="steps", eval_steps=2,
+        report_to="tensorboard", logging_steps=1,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model")).save_pretrained(tmp_path / "model")
     out = tmp_path / "taught"
@@ -104,6 +105,10 @@ def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, two, tmp_path, 
         assert ended["error"][0] == "NotPushed" and "was not pushed to me/taught" in ended["error"][1]
     assert ended["metrics"]["status"] == "ok" and verify(out)
     assert hub.created == ["taught"] and not hub.files
+    written = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert {"training_args.bin", "checkpoint-2/training_args.bin", "recipe.resolved.yaml"} < written.keys()
+    assert any("tfevents" in name for name in written)
+    assert [name for name, content in written.items() if b"hf_secret" in content] == []
 
     hub.refuses = False
     monkeypatch.setenv("HF_TOKEN", "x")

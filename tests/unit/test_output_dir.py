@@ -10,10 +10,12 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.tiny import write_recipe
 from tests.helpers.tools import contents, refusal_of
 from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checkpoint.save import begin_checkpoint, write_manifest
-from zero_recipes.config.recipe import parse_recipe
+from zero_recipes.checks.preflight import preflight
+from zero_recipes.config.recipe import parse_recipe, read_recipe_file
 from zero_recipes.core.files import PART, write_text
 
 FORK = get_context("fork")
@@ -152,6 +154,22 @@ def test_an_occupied_folder_is_refused_by_what_it_holds(old_run):
         assert refused(folders.refuse_occupied, out, resume, overwrite) == ""
     assert "ZR702" in refused(folders.refuse_occupied, out, "another/checkpoint-2", False)
     assert refused(folders.refuse_occupied, old_run / "new", None, False) == ""
+
+
+def test_a_name_that_leaves_no_room_is_refused_before_anything_is_made(tmp_path):
+    longest = "ä" * 114  # 228 bytes
+    for name in (longest, "n" * 228):
+        out = tmp_path / name
+        assert refused(folders.refuse_long_name, out) == ""
+        write(out / "metrics.json", "{}")
+        for _ in range(2):  # the second time an earlier one is deleted
+            folders.claim_output_dir(out, True)
+            write(out / "metrics.json", "{}")
+    for name in (f"{longest}n", "n" * 250, "n" * 300, f"{'n' * 256}/out"):
+        assert "ZR798" in refused(folders.refuse_long_name, tmp_path / name)
+    recipe = write_recipe(tmp_path, output_dir=str(tmp_path / ("n" * 300)))
+    run, findings = preflight(recipe, read_recipe_file(recipe), [], {})
+    assert run is None and [found.code for found in findings if found.level == "error"] == ["ZR798"]
 
 
 FOREIGN = ("samples.jsonl", "config.json", "README.md", "checksums.json", "failure.rank0.json", "tokenizer.json")

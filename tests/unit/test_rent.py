@@ -2,17 +2,23 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tests.helpers.tiny import ROOT
 from zero_recipes.tools import rent
 from zero_recipes.tools.arguments import parse_arguments
+from zero_recipes.tools.check import rehearsal_of
 from zero_recipes.tools.main import main
+from zero_recipes.tools.plan.job import HOSTS, MACHINE_RANK
+from zero_recipes.tools.quoting import NotQuoted, templates
 
 STRATEGY = {"2": "zero3.yaml", "16": "zero2.yaml"}  # what fits Pythia-6.9B, by formulas
 STUBS = {  # of a cluster: what was called is in `called`
@@ -68,6 +74,156 @@ def test_a_slurm_job_that_saved_on_a_signal_is_queued_again(rented):
     start, train, requeue = (folder / "called").read_text().splitlines()
     assert (done.returncode, start, requeue) == (75, "srun", "requeue 7") and train.endswith("--seed 1")
     assert ("--hosts node-a,node-b --machine_rank 1" in train) == (gpus == "16")
+
+
+# whatever a recipe is called
+
+RECORDING = "#!/bin/bash\nprintf '%s\\0' $# \"$@\" >>{record}\n"  # how many words, and the words, each with NUL
+NAMES = (
+    "a b.yaml",
+    "$(touch ran).yaml",
+    "`touch ran`.yaml",
+    "x; touch ran; y.yaml",
+    "x\n#SBATCH --wrap=ran\ntouch ran #.yaml",
+    'it\'s "quoted" \\ $HOME ${HOME} $$(HF_HOME) $(HF_HOME).yaml',
+    "a: b, {c} [d] & * ! | > % @ #e.yaml",
+    "null.yaml",
+    "7.yaml",
+    "... .yaml",
+    "\u2028\x85\t\r\x7f\u00e9\U0001f600.yaml",
+    "\u65e5\u672c.yaml",
+    "x" * 240 + ".yaml",
+    "\udcff.yaml",  # not in UTF-8
+)
+LETTERS = st.text(
+    st.sampled_from([*"ab $(){}[]`;&|<>'\"\\\n\r\t#:%!*?~=-_.,/@^", "\x85", "\u2028", "\u00e9"]),
+    min_size=1,
+    max_size=25,
+)
+
+
+def as_kubernetes_expands(text: str, variables: dict[str, str]) -> str:
+    """third_party/forked/golang/expansion/expand.go of Kubernetes, in other words."""
+
+    def value(found: re.Match) -> str:
+        if found[0] == "$$":
+            return "$"
+        return variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory) -> Path:
+    """A PATH of commands that only record what they are called with."""
+    folder = tmp_path_factory.mktemp("bin")
+    recording = RECORDING.format(record=folder / "record")
+    scripts = {"zero-recipes": recording, "scontrol": '#!/bin/sh\n[ "$1" = show ] && printf "node-a\\nnode-b\\n"\n'}
+    scripts["srun"] = '#!/bin/bash\nshift\nexec "$@"\n'
+    for name, script in scripts.items():
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def recorded(script: str, stand_ins: Path, folder: Path) -> list[list[str]]:
+    """What bash calls, in a folder where it makes nothing else."""
+    (stand_ins / "record").unlink(missing_ok=True)
+    ranks = dict.fromkeys(("SLURM_NODEID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK"), "1")
+    own = {"PATH": f"{stand_ins}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "node-[a-b]", "HOME": "/nowhere", **ranks}
+    own |= {"SKYPILOT_NODE_IPS": "node-a\nnode-b", "HOSTS": "node-a,node-b"}
+    ran = subprocess.run(["bash", "-c", script, "script", "--seed", "1"], cwd=folder, env=own, capture_output=True)
+    assert (ran.returncode, ran.stderr) == (0, b"") and list(folder.iterdir()) == []
+    words = os.fsdecode((stand_ins / "record").read_bytes()).split("\0")[:-1]
+    calls = []
+    while words:
+        count = int(words[0])
+        calls.append(words[1 : count + 1])
+        words = words[count + 1 :]
+    return calls
+
+
+def shape(document: object) -> object:
+    """A document without its values."""
+    if isinstance(document, dict):
+        return {key: shape(value) for key, value in document.items()}
+    return [shape(value) for value in document] if isinstance(document, list) else type(document).__name__
+
+
+def rented_as(name: str, text: str, value: str) -> rent.Rented:
+    words = ["zero-recipes", "train", name, "--config_file", "zero2.yaml", "--num_processes", "16", "--hosts", HOSTS]
+    words += ["--machine_rank", MACHINE_RANK, "--run_name", value]
+    rehearsal = rehearsal_of(shlex.join(words), 16)
+    return rent.Rented(Path(name), text, words, 2, 8, "H100", value, rehearsal)
+
+
+def _with_names(test):
+    for name in NAMES:
+        test = example(name=name, text=name.encode("utf-8", "replace").decode(), value=name.replace("\udcff", "x"))(
+            test
+        )
+    return example(name="x.yaml", text="  a: 1 \n\n\tb: 2\n\n", value=MACHINE_RANK)(test)
+
+
+@_with_names
+@settings(max_examples=25)
+@given(name=LETTERS.map(lambda name: f"{name}.yaml"), text=LETTERS, value=LETTERS)
+def test_a_hostile_name_is_an_argument_and_nothing_else(stand_ins, tmp_path_factory, name, text, value):
+    folder = tmp_path_factory.mktemp("cwd")
+    job, harmless = rented_as(name, text, value), rented_as("recipe.yaml", "seed: 1", "x")
+    asked = [*job.words[1:2], str(job.recipe), *job.words[3:]]
+    asked[asked.index(HOSTS)] = "node-a,node-b"
+    asked[asked.index("--machine_rank") + 1] = "1"
+    assert recorded(job.file("sbatch"), stand_ins, folder) == [[*asked, "--seed", "1"]]
+    lines = [
+        [line for line in one.file("sbatch").splitlines() if line.startswith("#SBATCH")] for one in (job, harmless)
+    ]
+    assert lines[0][1:] == lines[1][1:] and re.fullmatch("#SBATCH --job-name=[a-z][a-z0-9-]{0,54}", lines[0][0])
+
+    sky, sky_of_harmless = (yaml.safe_load(one.file("sky.yaml")) for one in (job, harmless))
+    assert shape(sky) == shape(sky_of_harmless)
+    assert recorded(sky["run"], stand_ins, folder) == [[*asked, "--output_dir", f"/workspace/{job.name}"]]
+
+    documents, others = ([*yaml.safe_load_all(one.file("k8s.yaml"))] for one in (job, harmless))
+    assert documents[0]["data"] == {job.key: text} and re.fullmatch(r"[-_a-zA-Z0-9][-._a-zA-Z0-9]*", job.key)
+    assert shape(documents[1:]) == shape(others[1:])
+    container = documents[-1]["spec"]["template"]["spec"]["containers"][0]
+    assert container["image"] == value
+    script = as_kubernetes_expands(container["args"][0], {entry["name"]: "expanded" for entry in container["env"]})
+    asked[1] = f"/recipe/{job.key}"
+    assert recorded(script, stand_ins, folder) == [[*asked, "--output_dir", f"/workspace/output/{job.name}"]]
+
+
+def test_a_template_that_prints_a_bare_value_is_no_file():
+    template = templates().from_string("name: {{ name }}")
+    assert template.render(name="a-7") == "name: a-7"
+    with pytest.raises(NotQuoted):
+        template.render(name="a b")
+
+
+@pytest.mark.parametrize(
+    ("more", "arguments", "code"),
+    [
+        ("", ["--image", ""], "ZR799"),
+        ("", ["--image", "a b"], "ZR799"),
+        ("hub_token: hf_secret\n", [], "ZR797"),
+        ("env: {WANDB_API_KEY: x}\n", [], "ZR797"),
+        ("", ["--hub_token", "hf_secret"], "ZR797"),
+        ("env: {WANDB_PROJECT: x}\n", ["--image", "ghcr.io/me/zero-recipes:1"], None),
+    ],
+)
+def test_what_no_job_can_use_or_everybody_could_read(tmp_path, monkeypatch, capsys, more, arguments, code):
+    monkeypatch.chdir(tmp_path)
+    name = "it's $(touch ran).yaml"
+    Path(name).write_text((ROOT / "recipes" / "pythia.yaml").read_text() + more)
+    command = ["rent", name, "--quick", "--gpus", "2", "--gpu", "h100-80gb", *arguments]
+    ended, said = main(command), capsys.readouterr()
+    if code is None:
+        assert ended == 0 and len(list(tmp_path.iterdir())) == 4
+        submitted = shlex.split(said.out.splitlines()[-1])
+        assert submitted == ["kubectl", "apply", "-f", "it's $(touch ran).k8s.yaml"]
+    else:
+        assert ended == 2 and code in said.err and "hf_secret" not in said.err and len(list(tmp_path.iterdir())) == 1
 
 
 # the steps of the Dockerfile that run without Docker; docker/smoke.sh builds the image and trains in it

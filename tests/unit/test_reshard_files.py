@@ -2,20 +2,17 @@
 
 import dataclasses
 import json
-import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
 from tests.helpers.tiny import ROOT, write_recipe
-from tests.helpers.tools import contents, refusal_of
+from tests.helpers.tools import contents, plant, refusal_of
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
 from zero_recipes.checkpoint.save import NotWhole, checkpoint_fault, content_fault, write_manifest
@@ -23,33 +20,9 @@ from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes
 from zero_recipes.tools import main as cli
 from zero_recipes.tools import reshard as resharding
+from zero_recipes.tools.ask import find_target
 from zero_recipes.tools.reshard import reshard, strategy_of
 from zero_recipes.tools.verify import verify
-
-
-class Planted:
-    """Unpickling it runs a command, which creates a file."""
-
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.mark}",)
-
-
-def plant(path: Path, mark: Path, kind: str) -> None:
-    """Let the pickle at `path` hold what it held, and a command; `kind`: of the file's format."""
-    held: Any = torch.load(path, weights_only=False) if path.is_file() else {}
-    held = {**held, "planted": Planted(mark)} if isinstance(held, dict) else [held, Planted(mark)]
-    if kind == "numpy":  # a class that may be read, with one inside that may not
-        torch.save({**held, "planted": numpy.array([Planted(mark)], dtype=object)}, path)
-    elif kind == "legacy":
-        torch.save(held, path, _use_new_zipfile_serialization=False)
-    elif kind.startswith("zip"):
-        torch.save(held, path, pickle_protocol=int(kind[-1]))
-    else:
-        path.write_bytes(pickle.dumps(held["planted"], protocol=int(kind[-1])))
-
 
 KINDS = ("zip 2", "zip 4", "legacy", "numpy", "pickle 0", "pickle 2", "pickle 4", "pickle 5")
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -289,12 +262,15 @@ def test_a_planted_pickle_is_refused_and_not_run(stranger, run, mark, place, kin
         plant(stranger / place, mark, kind)
     write_manifest(stranger, {"step": 7})
     assert checkpoint_fault(stranger) is None and content_fault(stranger) is None
-    refusal = refusal_of(resolve_resume_checkpoint, run())
     named = MODEL if place == "best" else place
-    assert refusal.codes == ["ZR780"] and named in refusal.what and "--trust_checkpoint" in refusal.fix
+    for output_dir in (stranger.parent, stranger.parent.with_name("out")):  # a downloaded folder is resumed in place
+        refusal = refusal_of(resolve_resume_checkpoint, run(output_dir=str(output_dir)))
+        assert refusal.codes == ["ZR780"] and named in refusal.what and "--trust_checkpoint" in refusal.fix
     if place != "best":
-        with pytest.raises(NotWhole, match=Path(place).name):
-            verify(stranger)
+        for deep in (False, True):
+            with pytest.raises(NotWhole, match=Path(place).name):
+                verify(stranger, deep=deep)
+        assert refusal_of(find_target, stranger, None, []).codes == ["ZR787"], "ask and export begin with it"
     if place.startswith("global_step7"):
         assert refusal_of(reshard, stranger, 1, 2).codes == ["ZR780"]
     assert not mark.exists()
@@ -307,6 +283,26 @@ def test_what_was_trusted_is_resumed_and_not_resharded(stranger, run, mark, caps
     command = ["reshard", str(stranger), "--world_size", "1", "--stage", "2"]
     assert cli.main(command) == 2 and "ZR780" in capsys.readouterr().err
     assert cli.main(["verify", str(stranger)]) == 1 and not mark.exists(), "nothing is read yet"
+
+
+def test_pickles_behind_links_and_in_what_latest_names(stranger, run, tmp_path, mark):
+    """A load follows links to folders, and DeepSpeed `latest` of the best checkpoint, too."""
+    shutil.copytree(stranger / "global_step7", tmp_path / "planted")
+    plant(tmp_path / "planted" / MODEL, mark, "zip 2")
+    (stranger / "more").symlink_to(tmp_path / "planted")
+    (stranger / "around").symlink_to(stranger)
+    assert refusal_of(resolve_resume_checkpoint, run()).codes == ["ZR780"]
+    (stranger / "more").unlink()
+    assert resolve_resume_checkpoint(run()).checkpoint == str(stranger)
+    best = stranger.parent / "best"
+    best.mkdir()
+    (stranger / "trainer_state.json").write_text(json.dumps({"global_step": 7, "best_model_checkpoint": str(best)}))
+    write_manifest(stranger, {"step": 7})
+    for name in ("latest", "latest_universal"):
+        (best / name).write_text("../../planted")
+        assert refusal_of(resolve_resume_checkpoint, run()).codes == ["ZR707"]
+        (best / name).unlink()
+    assert resolve_resume_checkpoint(run()).checkpoint == str(stranger) and not mark.exists()
 
 
 def test_a_folder_outside_the_checkpoint_is_not_followed(stranger, tmp_path, mark):

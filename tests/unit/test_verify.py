@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.tiny import ROOT, llama_config
-from tests.helpers.tools import cut, flip
+from tests.helpers.tools import DAMAGES, contents, cut, flip
 from zero_recipes.checkpoint import save
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.verify import verify
@@ -161,13 +162,119 @@ def test_what_is_lost_or_added_after_a_save_is_seen(whole):
     save.write_checksums(whole)
     (whole / "recipe.resolved.yaml").write_text("seed: 1\n")
     verify(whole)
-    for name in ("chat_template.jinja", "special_tokens_map.json"):
-        (whole / name).write_text("{}")
-        assert f"also load {name}" in fault(whole)
-        (whole / name).unlink()
     (whole / save.CHECKSUMS).write_text('{"files": {}}')
     assert "also load" in fault(whole)
     (whole / save.CHECKSUMS).unlink()
     assert "is missing, although the run wrote it" in fault(whole)
     (whole / "recipe.resolved.yaml").write_text("skip_checksums: true\n")
     verify(whole)
+    (whole / "recipe.resolved.yaml").write_text("[")
+    assert "recipe.resolved.yaml cannot be read" in fault(whole)
+    (whole / "recipe.resolved.yaml").unlink()
+    verify(whole)  # a model that no run wrote
+    (whole / "metrics.json").write_text('{"recipe_sha256": null}')
+    verify(whole)  # a trainer without a recipe
+    (whole / "metrics.json").write_text('{"recipe_sha256": "ab"}')
+    assert "recipe.resolved.yaml is missing" in fault(whole), "it went together with checksums.json"
+
+
+RECORDS = ("README.md", "metrics.json", "recipe.resolved.yaml", "samples.jsonl", "loss.png", "training_args.bin")
+LOADED = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "model.safetensors.index.json")
+LOADED += ("pytorch_model.bin", "modeling_new.py", "additional_chat_templates/tool.jinja", "tokenizer.model")
+HARMLESS = ("notes.txt", "report.html", "slurm-7.log", "runs/events.out.tfevents.1", "model-q8_0.gguf")
+
+
+@pytest.fixture
+def finished(whole) -> Path:
+    """As a run leaves its folder."""
+    (whole / "pretraining.json").unlink()  # the tiny world's own
+    save.write_checksums(whole)
+    for name in RECORDS:
+        (whole / name).write_text("{recipe_sha256: 1}" if name.endswith("yaml") else '{"recipe_sha256": "ab"}')
+    save.add_records(whole)
+    verify(whole)
+    return whole
+
+
+def add(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+
+
+def altered(folder: Path, names: list[str], added: tuple[str, ...]) -> Iterator[str]:
+    """Each alteration of a whole folder, one after the other, which is undone before the next."""
+    chance = random.Random(54)
+    before = contents(folder)
+    for name in names:
+        path = folder / name
+        for damage in DAMAGES:
+            damage(path, chance)
+            yield f"{damage.__name__} {name}"
+            path.write_bytes(before[name])
+        path.rename(path.with_name(f"{path.name}.old"))
+        yield f"rename {name}"
+        path.with_name(f"{path.name}.old").rename(path)
+    for name in added:
+        if name not in before:
+            add(folder / name)
+            yield f"add {name}"
+            (folder / name).unlink()
+    assert contents(folder) == before
+
+
+def test_every_alteration_of_what_a_run_wrote_is_seen(finished):
+    names = sorted(contents(finished))
+    assert {*RECORDS, save.CHECKSUMS, save.SINGLE, "config.json", "tokenizer.json"} < set(names)
+    unseen = []
+    for alteration in altered(finished, names, LOADED):
+        try:
+            verify(finished)
+            unseen.append(alteration)
+        except save.NotWhole:
+            pass
+    assert unseen == []
+    for name in HARMLESS:
+        add(finished / name)
+    verify(finished)
+
+
+def test_every_alteration_of_a_checkpoint_is_seen(whole):
+    states = whole / "global_step7" / "mp_rank_00_model_states.pt"
+    states.parent.mkdir()
+    torch.save(torch.ones(30), states)
+    for name in (save.STATE, save.HISTORY):
+        (whole / name).write_text("{}")
+    save.write_manifest(whole, {"step": 7})
+    verify(whole)
+    (whole / save.OF_A_RUN).touch()  # a run's mark, later than the manifest
+    verify(whole)
+    (whole / save.OF_A_RUN).unlink()
+    unseen = []
+    for alteration in altered(whole, sorted(contents(whole)), (*LOADED, "scaler.pt", "global_step7/more.pt", "notes")):
+        try:
+            verify(whole)
+            unseen.append(alteration)
+        except save.NotWhole:
+            pass
+    assert unseen == []
+
+
+def test_who_rewrites_records_says_so(finished):
+    """push writes a card again, another run all of them; ask and export need the model alone."""
+    for name in ("README.md", "loss.png"):
+        (finished / name).write_text("written again")
+    assert "README.md of" in fault(finished) and "The model is what was saved" in fault(finished)
+    verify(finished, records=False)
+    save.update_records(finished, ["README.md", "loss.png"])
+    verify(finished)
+    (finished / "metrics.json").write_text('{"status": "running"}')
+    fault(finished)
+    save.forget_records(finished)
+    verify(finished)
+    save.update_records(finished, ["README.md"])
+    assert save.read_checksums(finished)["records"] == {}, "push while it is not finished"
+
+
+def test_a_folder_that_is_not_there(tmp_path, capsys):
+    assert cli.main(["verify", str(tmp_path / "nowhere")]) == 2 and "ZR796" in capsys.readouterr().err
+    assert cli.main(["verify", str(tmp_path)]) == 1 and "ZR796" not in capsys.readouterr().err

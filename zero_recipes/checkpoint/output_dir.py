@@ -24,7 +24,7 @@ from zero_recipes.checkpoint.resume import (
     requested_in,
     resumes_in,
 )
-from zero_recipes.checkpoint.save import is_foreign
+from zero_recipes.checkpoint.save import forget_records, is_foreign
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.core.files import NAMES, PART
@@ -34,6 +34,8 @@ from zero_recipes.engine.group import agree, once
 
 OURS = ("recipe.resolved.yaml", "metrics.json")  # a run leaves at least one of them
 LOCK = ".zero-recipes.lock"
+PREVIOUS = ".previous"  # ends the name under which --overwrite true keeps a folder
+NAME_MAX = 255  # bytes of a name, on ext4, XFS, Btrfs, Lustre and NFS
 LOCK_SECONDS = 1.0  # another start's `refuse_in_use` holds the lock for a moment
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 UNFINISHED_STATUS = ("running", "failed", "oom", "diverged", "preempted", "refused")  # of metrics.json
@@ -88,6 +90,17 @@ def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) 
                 path = Path(text.partition("*")[0]).expanduser()  # of a pattern its folder
                 if text and path.exists():
                     yield key, path
+
+
+def refuse_long_name(output_dir: Path) -> None:
+    """`_going` has the longest name beside the folder. Touches nothing: such a name cannot be looked up."""
+    *above, name = output_dir.resolve().parts
+    limits = [(part, NAME_MAX) for part in above]
+    limits.append((name, NAME_MAX - len(f"{PREVIOUS}{PART}")))
+    for part, most in limits:
+        count = len(os.fsencode(part))
+        if count > most:
+            raise refusal("ZR798", start=part[:20], count=count, most=most)
 
 
 def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Inputs = ()) -> None:
@@ -215,6 +228,7 @@ def claim_output_dir(output_dir: Path, overwrite: bool, step: int = 0) -> Path |
     previous = None
     if overwrite and saved_in(output_dir):
         previous = _keep_previous(output_dir)
+    forget_records(output_dir)
     clear_unfinished(output_dir, step)
     cut_off = [*output_dir.glob("failure.rank[0-9]*.json"), *output_dir.glob(f"*{PART}")]
     if previous_of(output_dir).exists():
@@ -247,7 +261,7 @@ def _keep_previous(output_dir: Path) -> Path:
 def previous_of(output_dir: Path) -> Path:
     """Where `--overwrite true` keeps the folder; of a link, beside its target."""
     folder = output_dir.resolve()
-    return folder.with_name(f"{folder.name}.previous")
+    return folder.with_name(f"{folder.name}{PREVIOUS}")
 
 
 def _going(output_dir: Path) -> Path:

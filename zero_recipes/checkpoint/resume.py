@@ -232,7 +232,7 @@ def resolve_resume_checkpoint(run: Run) -> Run:
         if earlier is not None:
             refuse_misfit(earlier, run.settings, run.strategy, run.config)
         run = run.resuming_from(earlier)
-    if run.checkpoint is not None and not (run.settings.trust_checkpoint or resumes_in(run.output_dir, run.checkpoint)):
+    if run.checkpoint is not None and not run.settings.trust_checkpoint:  # also of output_dir: it may be a download
         agree(partial(_refuse_code, Path(run.checkpoint), *share))
     return run
 
@@ -252,6 +252,8 @@ def resharded_where_needed(run: Run) -> Iterator[Run]:
 
     def reshard() -> None:
         _reshard(checkpoint, run.strategy, target)
+        if not run.settings.trust_checkpoint:
+            _refuse_code(target)
         refuse_misfit(str(target), run.settings, run.strategy, run.config)
 
     try:
@@ -316,10 +318,11 @@ def _move_aside(checkpoint: Path, fault: str) -> None:
     say(f"moved aside: {fault} It is now {aside}")
 
 
-def _refuse_code(checkpoint: Path, share: int, of: int) -> None:
-    """In a checkpoint, and in the best one it names."""
+def _refuse_code(checkpoint: Path, share: int = 0, of: int = 1) -> None:
+    """In a checkpoint, and in the best one it names, which a run loads at its end."""
     best = json.loads((checkpoint / save.STATE).read_text()).get("best_model_checkpoint")
     for folder in {checkpoint.resolve(), Path(best or checkpoint).resolve()}:
+        _refuse_not_whole(folder, save.document_fault(folder))  # `latest` may name a folder elsewhere
         found = code_in(folder, share, of)
         if found is not None:
             raise code_refusal(checkpoint, found)
@@ -331,12 +334,25 @@ def code_refusal(checkpoint: Path, found: str | None) -> Refusal:
 
 def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
     """The first file that cannot be read without running code, and why."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files[share::of]:
+    for path in _files_below(folder)[share::of]:
         why = not_plain(path)
         if why is not None:
             return f"{path.relative_to(folder)}, which cannot be read as plain data: {why}"
     return None
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Also through links to folders, which `Path.rglob` does not follow but a load does."""
+    files = []
+    seen = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:  # a link to a folder around it
+            folders.clear()
+            continue
+        seen.add(real)
+        files += [Path(place, name) for name in names]
+    return sorted(path for path in files if path.is_file())
 
 
 # a resharded checkpoint

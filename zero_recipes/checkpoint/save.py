@@ -26,6 +26,7 @@ UNFINISHED = "unfinished"
 STATE = "trainer_state.json"
 HISTORY = "history.json"
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"  # which DeepSpeed reads instead under checkpoint.load_universal
 # of a resharded one
 STATES = "zero_states"
 INDEX_OF_STATES = "zero_states/index.json"
@@ -156,12 +157,12 @@ def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
 
 def document_fault(checkpoint: Path) -> str | None:
     """The first small file that a resume could not read."""
-    for name in (LATEST, STATE, HISTORY, INDEX_OF_STATES):
+    for name in (LATEST, LATEST_UNIVERSAL, STATE, HISTORY, INDEX_OF_STATES):
         path = checkpoint / name
         try:
             if not path.exists():
                 continue
-            if name == LATEST:
+            if name in (LATEST, LATEST_UNIVERSAL):
                 _check_latest(checkpoint, path.read_text().strip())
             else:
                 dict(json.loads(path.read_text()))
@@ -317,12 +318,81 @@ def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    digests = checksums_of(folder, saved_files(folder), "sha256")
-    write_json(folder / CHECKSUMS, {"algorithm": "sha256", "files": digests})
+    """Of all that may be loaded as part of the model."""
+    _write_checksums(folder, checksums_of(folder, loaded_files(folder), "sha256"), {})
+
+
+def add_records(folder: Path, names: Iterable[str] = NAMES["records"]) -> None:
+    """Also of what a run has written beside its model, once nothing rewrites it."""
+    document = _known_checksums(folder)
+    if document is not None:
+        there = [name for name in names if (folder / name).is_file()]
+        _write_checksums(folder, document["files"], document["records"] | checksums_of(folder, there, "sha256"))
+
+
+def update_records(folder: Path, names: Iterable[str]) -> None:
+    """Of those among `names` that a command has written anew."""
+    document = _known_checksums(folder)
+    if document is not None:
+        add_records(folder, [name for name in names if name in document["records"]])
+
+
+def forget_records(folder: Path) -> None:
+    """A run begins to rewrite them."""
+    document = _known_checksums(folder)
+    if document is not None and document["records"]:
+        _write_checksums(folder, document["files"], {})
+
+
+def checksums_document(files: dict[str, str], records: dict[str, str]) -> dict[str, Any]:
+    document = {"algorithm": "sha256", "files": files, "records": records}
+    return document | {"checksum": _checksum_of(document)}
+
+
+def read_checksums(folder: Path) -> dict[str, Any]:
+    """{"files", "records"}: SHA-256 by name. Raises OSError, or ValueError where it was changed."""
+    document = dict(json.loads((folder / CHECKSUMS).read_text()))
+    if "checksum" in document:
+        is_whole = document["checksum"] == _checksum_of(document)
+    else:  # an earlier version's
+        is_whole = "files" in document and document.keys() <= {"algorithm", "files"}
+    if not is_whole:
+        raise ValueError("it was changed")
+    return {"files": dict(document["files"]), "records": dict(document.get("records", {}))}
+
+
+def _known_checksums(folder: Path) -> dict[str, Any] | None:
+    """None where there are none, or damaged ones, which `verify` names."""
+    try:
+        return read_checksums(folder)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write_checksums(folder: Path, files: dict[str, str], records: dict[str, str]) -> None:
+    write_json(folder / CHECKSUMS, checksums_document(files, records))
+
+
+def added_to_checkpoint(checkpoint: Path) -> list[str]:
+    """Files that are not in its manifest."""
+    found = read_manifest(checkpoint)
+    if found is None:
+        return []
+    names = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if not path.is_dir()}
+    return sorted(names - found["files"].keys() - {MANIFEST, UNFINISHED, OF_A_RUN})
+
+
+def loaded_files(folder: Path) -> list[str]:
+    """All that a library may load from a model's folder."""
+    return _named(folder, [*NAMES["saved"], *NAMES["also_loaded"]])
 
 
 def saved_files(folder: Path) -> list[str]:
+    return _named(folder, NAMES["saved"])
+
+
+def _named(folder: Path, patterns: Iterable[str]) -> list[str]:
     names = set()
-    for pattern in NAMES["saved"]:
-        names.update(path.name for path in folder.glob(pattern) if path.is_file())
+    for pattern in patterns:
+        names.update(path.relative_to(folder).as_posix() for path in folder.glob(pattern) if path.is_file())
     return sorted(names)

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import constants
 
 from zero_recipes.checkpoint.compatibility import fit_findings
-from zero_recipes.checkpoint.output_dir import inputs_of, refuse_in_use, refuse_occupied
+from zero_recipes.checkpoint.output_dir import inputs_of, refuse_in_use, refuse_long_name, refuse_occupied
 from zero_recipes.checkpoint.resume import batch_kept, checkpoint_to_resume, requested_batch, requested_in
 from zero_recipes.checks.adapter_rules import adapter_findings
 from zero_recipes.checks.deepspeed_rules import deepspeed_findings
@@ -81,7 +81,12 @@ class Preflight:
         sound = {key: value for key, value in mapping.items() if key in known and key not in self.wrong_keys}
         sound_file = RecipeFile(sound)
         sound_file.lines = mapping.lines
-        return self.attempt(parse_recipe, path, sound_file, overrides)
+        recipe = self.attempt(parse_recipe, path, sound_file, overrides)
+        if recipe is None:
+            return None
+        before = len(self.findings)
+        self.attempt(refuse_long_name, recipe.output_dir)
+        return recipe if len(self.findings) == before else None  # nothing in such a folder can be looked up
 
     def decide(self, recipe: Recipe) -> Run | None:
         elsewhere = self.gpu is not None

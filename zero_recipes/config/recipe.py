@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -406,6 +406,7 @@ class TrlArguments(NamedTuple):
     mixture: Any  # DatasetMixtureConfig
 
 
+HIDDEN = "***"  # stands for a token
 WITHOUT_LAUNCH = keys.tables()["without_launch"]
 
 
@@ -425,12 +426,39 @@ def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
     return TrlArguments(*objects)
 
 
+def without_tokens(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's keys as they may be written: a token that opens the hub stays with who gave it."""
+    kept = {key: value for key, value in keys.items() if key != "hub_token"}
+    of_model = kept.get("model_init_kwargs")
+    if isinstance(of_model, Mapping) and "token" in of_model:
+        kept["model_init_kwargs"] = {key: value for key, value in of_model.items() if key != "token"}
+    return kept
+
+
+def words_without_tokens(words: Sequence[str]) -> list[str]:
+    """A command line as it may be written."""
+    shown: list[str] = []
+    is_token = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if is_token:
+            shown.append(HIDDEN)
+        elif equals and key_of(name) == "hub_token":
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(word)
+        is_token = not is_token and not equals and key_of(word) == "hub_token"
+    return shown
+
+
 def write_resolved(
     explicit: Mapping[str, Any], path: Path, header: list[str], ds_config: dict[str, Any] | None
 ) -> None:
     """What was in force, as a recipe that runs again: the explicit and derived keys, the launch as a comment.
     `explicit`: of a Run. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed."""
-    explicit = dict(explicit)
+    if "hub_token" in explicit:
+        header = [*header, "hub_token is not written: to run this again, set HF_TOKEN"]
+    explicit = without_tokens(explicit)
     if ds_config is not None:
         explicit["deepspeed"] = ds_config
     plain = json.loads(json.dumps(explicit, default=str))  # PyYAML writes no members of an enumeration (`debug`)

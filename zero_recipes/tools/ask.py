@@ -85,7 +85,7 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
     if not any((folder / name).is_file() for name in weights):
         raise refusal("ZR784", folder=folder, weights=" nor ".join(weights), cwd=Path.cwd())
     try:
-        verify(folder, trust_remote_code=trust_remote_code)
+        verify(folder, trust_remote_code=trust_remote_code, records=False)
     except NotWhole as error:
         raise refusal("ZR787", folder=folder, error=first_line(error)) from error
     recipe, is_ours = _recipe_of(folder, overrides, is_adapter)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import shlex
 
 from zero_recipes.config import recipe as recipes
@@ -81,12 +80,19 @@ def _launch_command(arguments: argparse.Namespace, run, environment) -> str:
     return shlex.join([*launch, *arguments.overrides])
 
 
-NOT_REHEARSED = r"^zero-recipes train| --num_processes \d+| --hosts \S+ --machine_rank \S+"
+NOT_REHEARSED = ("--num_processes", "--hosts", "--machine_rank")
 
 
 def rehearsal_of(launch: str, gpus: int) -> str:
-    """What to type before a launch."""
-    return f"zero-recipes rehearse{re.sub(NOT_REHEARSED, '', launch)} --gpus {gpus}"
+    """What to type before a launch (`zero-recipes train RECIPE ...`)."""
+    words = iter(shlex.split(launch)[2:])
+    kept = []
+    for word in words:
+        if word in NOT_REHEARSED:
+            next(words, None)
+        else:
+            kept.append(word)
+    return shlex.join(["zero-recipes", "rehearse", *kept, "--gpus", str(gpus)])
 
 
 def data_findings(run) -> list:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from zero_recipes.checkpoint.save import compare_with_class, write_checksums
+from zero_recipes.checkpoint.save import add_records, compare_with_class, write_checksums
 from zero_recipes.config.recipe import named_on
 from zero_recipes.core.findings import RunFailed, ending, finding, refusal
 from zero_recipes.metrics import schema
@@ -82,6 +82,7 @@ def export(arguments: argparse.Namespace) -> int:
     write_checksums(out)
     if (target.folder / schema.FILE).is_file():
         write_card(target.folder, out)
+        add_records(out)
     print(f"written: {out}, {str(model.dtype).removeprefix('torch.')}", flush=True)
     del model
     _compare_losses(out, tokenizer, rows, loss_of_run, target, merge_into)

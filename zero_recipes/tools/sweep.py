@@ -182,7 +182,7 @@ def run_logged(
     folder.mkdir(parents=True, exist_ok=True)
     environment = environment_of(folder, threads)
     with open(folder / "log.txt", "w") as log, working(f"{label}: starting", console) as say:
-        log.write(" ".join(command) + "\n")
+        log.write(" ".join(recipes.words_without_tokens(command)) + "\n")
         child = start(command, environment)
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         tail: collections.deque[str] = collections.deque(maxlen=400)

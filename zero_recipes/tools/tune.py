@@ -20,7 +20,13 @@ from rich.console import Console
 
 from zero_recipes.config.accelerate import FOLDER, launched_environment
 from zero_recipes.config.keys import tables
-from zero_recipes.config.recipe import Recipe, RowLengths, derive_accumulation
+from zero_recipes.config.recipe import (
+    Recipe,
+    RowLengths,
+    derive_accumulation,
+    without_tokens,
+    words_without_tokens,
+)
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import FILES, at_hand, write_text
 from zero_recipes.core.findings import first_line, refusal
@@ -90,7 +96,7 @@ def tune(arguments: argparse.Namespace) -> int:
         console.print(f"no candidate finished; see the logs in {folder}")
         return 1
     launch = ["zero-recipes", "train", new, "--config_file", best.run.config, "--num_processes", processes]
-    command = shlex.join([str(word) for word in (*launch, *overrides)])
+    command = shlex.join([str(word) for word in (*launch, *words_without_tokens(overrides))])
     write_text(new, tuned(recipe, best.run, [command, *header(rows, processes)]))
     console.print(plain(f"written: {new}\n{command}"), soft_wrap=True)
     return 0
@@ -317,6 +323,6 @@ def header(rows: Sequence[Row], processes: int) -> list[str]:
 
 def tuned(recipe: Recipe, run: sweep.SweepRun, header: Sequence[str]) -> str:
     """The recipe's keys with what the run changed."""
-    keys = yaml.safe_load(recipe.path.read_text()) | dict(run.values)
+    keys = without_tokens(yaml.safe_load(recipe.path.read_text()) | dict(run.values))
     comments = [f"# {line}\n" for line in header]
     return "".join(comments) + yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)

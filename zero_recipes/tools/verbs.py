@@ -69,6 +69,8 @@ def report(arguments: argparse.Namespace) -> int:
 def verify(arguments: argparse.Namespace) -> int:
     from zero_recipes.tools.verify import verify
 
+    if not arguments.folder.is_dir():
+        raise refusal("ZR796", folder=arguments.folder, cwd=Path.cwd())
     found = verify(arguments.folder, arguments.deep, arguments.trust_remote_code)
     counts = "{tensors} tensors, {parameters:,} parameters, {bytes:,} bytes".format_map(found)
     print(f"{arguments.folder}: complete, {counts}")

@@ -6,6 +6,7 @@ Neither card nor what is pushed of recipe.resolved.yaml, metrics.json and config
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import resources
@@ -15,8 +16,17 @@ from typing import Any
 import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, get_session, try_to_load_from_cache
 from huggingface_hub.repocard import metadata_load
+from jinja2 import Environment, Template
+from markupsafe import Markup
 
-from zero_recipes.checkpoint.save import ADAPTER, CHECKSUMS, saved_files
+from zero_recipes.checkpoint.save import (
+    ADAPTER,
+    CHECKSUMS,
+    checksums_document,
+    read_checksums,
+    saved_files,
+    update_records,
+)
 from zero_recipes.core import units
 from zero_recipes.core.files import NAMES, load_yaml, strict_json, write_text
 from zero_recipes.core.findings import RunFailed, ending
@@ -62,11 +72,13 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         data.tags.append("lora")
         adapter = json.loads((folder / "adapter_config.json").read_text())
     licences = [(redacted(name), licence_of(name, "dataset") or "unknown") for name in named]
-    card = ModelCard.from_template(
-        data,
-        template_str=(resources.files("zero_recipes.training") / "card.md.j2").read_text(),
+    recipe_text = yaml.safe_dump(redacted(recipe), sort_keys=False, allow_unicode=True)
+    card = _template().render(
+        card_data=data.to_yaml(),
+        model_name=data.model_name,
         run=run,
-        recipe=yaml.safe_dump(redacted(recipe), sort_keys=False, allow_unicode=True),
+        recipe=recipe_text,
+        fence=Markup(_fence(recipe_text, shortest=3)),
         base=redacted(base) or "an unnamed model",
         licence=licence or "unknown",
         is_adapter=is_adapter,
@@ -76,7 +88,39 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         read_runs=read_runs,
         units=units,
     )
-    write_text(out / README, str(card))
+    write_text(out / README, str(ModelCard(card)))
+
+
+MARKDOWN = re.compile(r"[&<>|`\[\]\\*~$]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is one
+
+
+def _template() -> Template:
+    """Whatever it prints is text, unless it says `code` or `safe`: names, versions and answers are other people's."""
+    environment = Environment(finalize=_as_text)
+    environment.filters["code"] = _as_code
+    return environment.from_string((resources.files("zero_recipes.training") / "card.md.j2").read_text())
+
+
+def _as_text(value: Any) -> str:
+    """Shown as it is, in a line or a table's cell: neither HTML nor Markdown."""
+    if isinstance(value, Markup):
+        return value
+    lines = MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", str(value)).splitlines()
+    return "<br>".join(lines)
+
+
+def _as_code(value: Any) -> Markup:
+    """A code span, in a line or a table's cell."""
+    text = " ".join(str(value).split()).replace("|", "\\|")
+    ticks = _fence(text, shortest=1)
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return Markup(f"{ticks}{space}{text}{space}{ticks}")
+
+
+def _fence(text: str, shortest: int) -> str:
+    """So many backticks that none inside ends what they begin."""
+    runs = re.findall("`+", text)
+    return "`" * max([shortest, *(len(run) + 1 for run in runs)])
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
@@ -144,20 +188,34 @@ def hub(token: str | None) -> HfApi:
 def push(folder: Path, repo: str, token: str | None = None, revision: str | None = None) -> str:
     """One commit without checkpoints, logs, failures and pickles. Returns its address. Raises NotPushed."""
     write_card(folder)
+    update_records(folder, [README, PICTURE])
     names = {*saved_files(folder), README, PICTURE, SAMPLES, schema.FILE, RECIPE, "generation_config.json"}
     contents = {name: _redacted_file(folder / name) for name in sorted(names) if (folder / name).is_file()}
     if (folder / CHECKSUMS).is_file():
-        sums = json.loads((folder / CHECKSUMS).read_text())
-        for name, content in contents.items():
-            if isinstance(content, bytes) and name in sums["files"]:
-                sums["files"][name] = hashlib.sha256(content).hexdigest()
-        contents[CHECKSUMS] = strict_json(sums, indent=2).encode()
+        try:
+            known = read_checksums(folder)
+        except (OSError, ValueError, TypeError) as error:
+            raise NotPushed(ending("checksums", path=folder / CHECKSUMS, error=error)) from error
+        pushed = {kind: _of_pushed(sums, contents) for kind, sums in known.items()}
+        contents[CHECKSUMS] = strict_json(checksums_document(**pushed), indent=2).encode()
     operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
     try:
         message = "Model, card, measurements and recipe"
         return hub(token).create_commit(repo, operations, commit_message=message, revision=revision).commit_url
     except Exception as error:  # of huggingface_hub and the network, of many kinds
         raise NotPushed(ending("not_pushed", folder=folder, repo=repo, error=error)) from error
+
+
+def _of_pushed(sums: Mapping[str, str], contents: Mapping[str, str | bytes]) -> dict[str, str]:
+    """The checksums of the files that are pushed, as they are pushed."""
+    pushed = {}
+    for name, digits in sums.items():
+        content = contents.get(name)
+        if isinstance(content, bytes):
+            digits = hashlib.sha256(content).hexdigest()
+        if content is not None:
+            pushed[name] = digits
+    return pushed
 
 
 def _redacted_file(path: Path) -> str | bytes:

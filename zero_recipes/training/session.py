@@ -17,6 +17,7 @@ from zero_recipes.checkpoint.resume import (
     resolve_resume_checkpoint,
     steps_behind,
 )
+from zero_recipes.checkpoint.save import add_records
 from zero_recipes.checks.schedule import length_described
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import Run
@@ -113,6 +114,8 @@ class Session:
             forget_resharded(folder)
             write_card(folder)
             if self.run.settings.save_model:
+                if not self.run.settings.skip_checksums:
+                    add_records(folder)
                 print(f"next: zero-recipes ask {folder} (also: export, report)", flush=True)
             else:
                 print(f"next: zero-recipes report {folder}", flush=True)

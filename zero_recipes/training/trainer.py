@@ -477,8 +477,13 @@ class ZeroSFTTrainer(SFTTrainer):
                 self.create_model_card()
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        with patches.trained_modules_saved_once():
-            super()._save(output_dir, patches.without_aliases(self.model, state_dict))
+        token = self.args.hub_token
+        self.args.hub_token = None  # transformers pickles the arguments into training_args.bin
+        try:
+            with patches.trained_modules_saved_once():
+                super()._save(output_dir, patches.without_aliases(self.model, state_dict))
+        finally:
+            self.args.hub_token = token
 
     def _save_checkpoint(self, model, trial) -> None:
         """With the run's history and a manifest. None of weights that are not finite: it would push out the last one

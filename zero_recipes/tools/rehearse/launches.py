@@ -81,7 +81,8 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
     mapping = recipes.recipe_in_force(path)
     if launch_of(mapping):  # of the real job: a run refuses another launch than its recipe's
         path = folder / "recipe.yaml"
-        write_json(path, {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS})  # JSON is YAML
+        own = {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS}
+        write_json(path, recipes.without_tokens(own))  # JSON is YAML
     real = recipes.parse_recipe(path, mapping, arguments.overrides)
     settings = real.settings
     shares = settings.sequence_parallel_size
