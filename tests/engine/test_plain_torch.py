@@ -66,7 +66,7 @@ def test_a_thousand_drawn_jobs(one, two, parts):
     counts: Counter[str] = Counter()
     codes: Counter[str] = Counter()
     wrong = []
-    what = "random recipes under random strategies in fp32, four steps each, against plain torch in one process"
+    what = "random recipes under random strategies in fp32, five steps each, against plain torch in one process"
 
     @settings(max_examples=int(os.environ.get("ZERO_RECIPES_JOBS", "1000")), phases=[Phase.generate])
     @given(drawn_jobs.jobs())

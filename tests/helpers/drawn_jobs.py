@@ -22,9 +22,9 @@ COSINE = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_type": 
 OPTIMIZERS = [
     {"optim": "adamw_torch"},
     {"optim": "adamw_torch_fused", "adam_beta1": 0.8, "adam_epsilon": 1e-6},
-    {"optim": "sgd", "learning_rate": 0.05},
+    {"optim": "sgd", "learning_rate": 5e-3},
     {"optim": "rmsprop"},
-    {"optim": "adagrad", "learning_rate": 0.01},
+    {"optim": "adagrad", "learning_rate": 5e-3},
     {"optim": "lion_32bit"},
     {"optim": "ademamix"},
     {"optim": "paged_adamw_32bit"},
@@ -50,7 +50,7 @@ ADAPTERS = [
     LORA | {"use_rslora": True, "lora_alpha": 32},
     LORA | {"loraplus_lr_ratio": 16.0},
     LORA | {"lora_modules_to_save": ["lm_head"]},
-    LORA | {"lora_target_modules": ["attention.dense", "o_proj"], "loraplus_lr_ratio": 4.0},
+    LORA | {"lora_target_modules": ".*[.](o_proj|dense)", "loraplus_lr_ratio": 4.0},
     LORA | {"peft_config": {"layers_to_transform": [1]}},
     LORA | {"peft_config": {"bias": "lora_only"}},
 ]
@@ -98,7 +98,7 @@ def jobs(draw) -> dict[str, Any]:
         "gradient_accumulation_steps": draw(st.sampled_from([1, 1, 2, 3])),
         "max_grad_norm": draw(st.sampled_from([0.0, 0.3, 1.0])),
         "weight_decay": draw(st.sampled_from([0.0, 0.1])),
-        "warmup_steps": draw(st.sampled_from([0, 1, 2])),
+        "warmup_steps": draw(st.sampled_from([0, 1, 1])),
         "label_smoothing_factor": draw(st.sampled_from([0.0, 0.0, 0.0, 0.1])),
         "activation_checkpointing": draw(st.booleans()),
         "train_sampling_strategy": draw(st.sampled_from(["random", "random", "group_by_length", "sequential"])),
@@ -130,7 +130,7 @@ def write_job(folder: Path, job: dict[str, Any]) -> list[str]:
         "random_weights": False,
         "bf16": False,
         "dtype": "float32",
-        "max_steps": 4,
+        "max_steps": 5,
         "max_length": 96,
     }
     if job["form"] == "messages":
