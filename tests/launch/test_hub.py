@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.helpers import ending_cases
 from tests.helpers.tiny import arguments, write_recipe
 from tests.unit.test_metrics import OK_ROW
+from zero_recipes.checkpoint.save import NotWhole
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.verify import verify
 from zero_recipes.training import card
@@ -118,6 +119,14 @@ def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, two, tmp_path, 
     for name, content in hub.files.items():
         assert str(tmp_path).encode() not in content and b"hf_secret" not in content, name
     assert yaml.safe_load(hub.files["recipe.resolved.yaml"])["model_name_or_path"] == "model"
+    downloaded = tmp_path / "downloaded"
+    downloaded.mkdir()
+    for name, content in hub.files.items():
+        (downloaded / name).write_bytes(content)
+    assert verify(downloaded) == verify(out), "neither what was left out nor what was redacted is an alarm"
+    (downloaded / "metrics.json").write_text("{}")
+    with pytest.raises(NotWhole, match=r"metrics\.json"):
+        verify(downloaded)
     pushed = ModelCard(hub.files["README.md"].decode())
     assert (pushed.data.library_name, pushed.data.base_model) == ("peft", None)
     losses = ended["metrics"]["loss_history"]

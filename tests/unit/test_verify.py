@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.helpers.tiny import ROOT, llama_config
 from tests.helpers.tools import DAMAGES, contents, cut, flip
 from zero_recipes.checkpoint import save
+from zero_recipes.checkpoint.output_dir import claim_output_dir
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.verify import verify
 
@@ -269,7 +270,7 @@ def test_who_rewrites_records_says_so(finished):
     verify(finished)
     (finished / "metrics.json").write_text('{"status": "running"}')
     fault(finished)
-    save.forget_records(finished)
+    claim_output_dir(finished, overwrite=False)  # as the next run does
     verify(finished)
     save.update_records(finished, ["README.md"])
     assert save.read_checksums(finished)["records"] == {}, "push while it is not finished"

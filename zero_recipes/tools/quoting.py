@@ -68,7 +68,7 @@ def mapping(key: str, text: str, indent: int) -> Markup:
     is_lines = all(letter.isprintable() or letter == "\n" for letter in text)  # YAML knows line breaks of its own
     style = "|" if is_lines else '"'
     shown = yaml.safe_dump({key: text}, default_style=style, allow_unicode=is_lines, width=float("inf"))
-    return Markup(shown.rstrip("\n").replace("\n", "\n" + " " * indent))
+    return Markup(re.sub(r"\n(?=.)", "\n" + " " * indent, shown.rstrip("\n")))
 
 
 def comment(text: Any) -> Markup:
