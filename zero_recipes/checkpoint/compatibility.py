@@ -135,24 +135,28 @@ def _model_config(checkpoint: str, then: Mapping[str, Any] | None, settings: Set
 def _weights(folder: Path, settings: Settings, config: PretrainedConfig) -> Iterator[Finding]:
     """Of another program's checkpoint: whether a resume could load its weights into this run's model."""
     try:
-        entries = entries_of(folder)
+        how = _how_weights_differ(folder, settings, config)
     except NotWhole as error:
-        yield finding("ZR756", checkpoint=folder, how=str(error))
-        return
-    if not entries or any(0 in entry.shape for entry in entries.values()):
-        return  # pickles, which are not opened, or stage 3, where DeepSpeed's files have the weights
-    has_adapter = (folder / ADAPTER).is_file()
-    how = None
-    if has_adapter and not settings.use_peft:
-        how = "It holds an adapter, and this run trains the model itself."
-    elif settings.use_peft and not has_adapter:
-        how = "It holds a whole model, and this run trains an adapter."
-    elif has_adapter:
-        how = _other_adapter(folder, entries, settings, config)
-    elif not settings.clones_tokenizer:  # TRL adds the other tokenizer's tokens to the model
-        how = _other_model(folder, settings, config)
+        how = str(error)
     if how is not None:
         yield finding("ZR756", checkpoint=folder, how=how)
+
+
+def _how_weights_differ(folder: Path, settings: Settings, config: PretrainedConfig) -> str | None:
+    """None where they fit, and where no file says. Raises NotWhole."""
+    entries = entries_of(folder)
+    if not entries or any(0 in entry.shape for entry in entries.values()):
+        return None  # pickles, which are not opened, or stage 3, where DeepSpeed's files have the weights
+    has_adapter = (folder / ADAPTER).is_file()
+    if has_adapter and not settings.use_peft:
+        return "It holds an adapter, and this run trains the model itself."
+    if settings.use_peft and not has_adapter:
+        return "It holds a whole model, and this run trains an adapter."
+    if has_adapter:
+        return _other_adapter(folder, entries, settings, config)
+    if settings.clones_tokenizer:  # TRL adds the other tokenizer's tokens to the model
+        return None
+    return _other_model(folder, settings, config)
 
 
 def _other_model(folder: Path, settings: Settings, config: PretrainedConfig) -> str | None:

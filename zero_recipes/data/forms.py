@@ -542,7 +542,8 @@ def _rename_in_messages(rows: Rows, names: Mapping[str, str]) -> Rows:
     features = None
     if rows.features is not None:
         features = Features({**rows.features, column: TURNS})
-    return rows.map(partial(_numbered, convert), with_indices=True, features=features)
+    keywords = {"convert_row": convert, "code": code_digest()}
+    return rows.map(_numbered, with_indices=True, fn_kwargs=keywords, features=features)
 
 
 def _renamed(turn: Any, names: Mapping[str, str], place: str) -> Any:

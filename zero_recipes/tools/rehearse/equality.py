@@ -87,6 +87,8 @@ def why_not_launched(settings: Settings, is_small: bool) -> str | None:
     """Why the job is not compared with plain torch, in words; None where it is."""
     if not is_small:
         return "only of a model made small: plain torch runs it on one CPU"
+    if ROUNDED.search(settings.optimizer_name):
+        settings = settings.replace(optim="adamw_torch")  # as in the launch
     return plain.not_comparable(settings, {})
 
 

@@ -114,9 +114,11 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
         words += ["--model_name_or_path", str(small), "--model_revision", "main", "--random_weights", "false"]
     words.append(f"--ignore={','.join(ignored_in(settings, arguments.full))}")
     equal = None
-    why_not_equal = equality.why_not_launched(settings, is_small=not arguments.full and arguments.layers is None)
+    launched_settings = recipes.parse_recipe(path, mapping, words).settings
+    is_small = not arguments.full and arguments.layers is None
+    why_not_equal = equality.why_not_launched(launched_settings, is_small)
     if why_not_equal is None:
-        equal = equality.equal_launch(recipes.parse_recipe(path, mapping, words).settings, folder / "model")
+        equal = equality.equal_launch(launched_settings, folder / "model")
     console.print(plain(f"{model}\n{place}"), soft_wrap=True)
     config_file = arguments.config_file or file_named(mapping) or at_hand(FOLDER / "ddp.yaml")
     nccl = one_gpu.nccl_library() if cards == 1 < ranks else None
