@@ -175,11 +175,13 @@ def losses_or_codes(folder: str, argv: list[str]) -> dict[str, list]:
             return {"codes": refusal.codes}
 
 
-def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
-    """`train`, while another program fills the disk of `filler` but for `left` bytes."""
+def ending_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
+    """`ending`, while another program fills the disk of `filler` but for `left` bytes."""
 
     def fill(*_, **__) -> None:
+        if rank_here():
+            return
         Path(filler).write_bytes(bytes(shutil.disk_usage(Path(filler).parent).free - left))
 
     with before(StageMetricsCallback, "on_train_begin", fill):
-        return train(argv)
+        return ending(argv)
