@@ -50,17 +50,20 @@ def take(folder: Path, writer: str, waits_for: str | None = None) -> FileLock:
     lock = FileLock(folder / LOCK, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        waited_for = None
         while not _try(lock, folder):
             holder = _holder(folder)
             if waits_for is None or holder.get("writer") != waits_for:
                 raise _in_use(folder)
-            print(f"waiting for {_described(holder)}", flush=True)
-            lock.acquire()
-        if lock.is_locked:
-            note = {"writer": writer, "process": os.getpid(), "host": socket.gethostname()}
-            (folder / LOCK).write_text(json.dumps(note))
+            if holder != waited_for:
+                print(f"waiting for {_described(holder)}", flush=True)
+                waited_for = holder
     except OSError as error:
         raise refusal("ZR748", output_dir=folder, reason=f"{error.strerror}: {error.filename}") from None
+    if lock.is_locked:
+        note = {"writer": writer, "process": os.getpid(), "host": socket.gethostname()}
+        with suppress(OSError):  # on a full disk the lock counts without it
+            (folder / LOCK).write_text(json.dumps(note))
     return lock
 
 
