@@ -9,9 +9,10 @@ import sys
 import psutil
 import pytest
 
+from tests.helpers import cases
 from tests.helpers.resuming import resume_recipe
 from tests.helpers.seeded import grid
-from tests.helpers.tiny import ROOT
+from tests.helpers.tiny import ROOT, arguments
 from zero_recipes.checkpoint.save import checkpoint_fault
 
 pytestmark = pytest.mark.launch
@@ -61,7 +62,7 @@ def test_a_rank_ends_with_its_launcher_alone(names, script, ends):
 @pytest.mark.parametrize(
     ("launcher", "processes"), [("zero_recipes.tools.main", 2), grid("accelerate.commands.launch", 1)]
 )
-def test_sigkill_of_the_launcher_ends_its_ranks_and_the_same_command_goes_on(tmp_path, launcher, processes):
+def test_sigkill_of_the_launcher_ends_its_ranks_and_the_same_command_goes_on(request, tmp_path, launcher, processes):
     recipe = resume_recipe(tmp_path, save_steps=2, max_steps=2000)
     out = tmp_path / "out"
     place = [] if launcher.startswith("accelerate") else ["train", str(recipe)]
@@ -70,13 +71,9 @@ def test_sigkill_of_the_launcher_ends_its_ranks_and_the_same_command_goes_on(tmp
     if launcher.startswith("accelerate"):
         command += [str(ROOT / "run_sft.py"), str(recipe)]
     command += ["--output_dir", str(out)]
-
-    def start(*more: str) -> subprocess.Popen:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen([*command, *more], cwd=tmp_path, env=environment, text=True, **pipes)
-
-    with start() as first:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes) as first:
         said = ""
         for line in first.stdout:
             said += line
@@ -92,6 +89,6 @@ def test_sigkill_of_the_launcher_ends_its_ranks_and_the_same_command_goes_on(tmp
     assert checkpoint_fault(out / "checkpoint-2") is None
     assert json.loads((out / "metrics.json").read_text())["status"] == "running"
     last = max(int(path.name.partition("-")[2]) for path in out.glob("checkpoint-*"))
-    with start("--max_steps", str(last + 2)) as second:
-        said, _ = second.communicate(timeout=300)
-    assert second.returncode == 0 and "ZR747" not in said and "resuming from" in said, said[-3000:]
+    argv = arguments(recipe, "ddp", out, "--max_steps", str(last + 2))
+    rest = request.getfixturevalue({1: "one", 2: "two"}[processes]).run(cases.train, argv=argv)[0]["metrics"]
+    assert rest["status"] == "ok" and rest["resumed_at"]
