@@ -9,12 +9,13 @@ import sys
 
 from zero_recipes.config.recipe import recipe_in_force, split_command_line
 from zero_recipes.core.findings import print_ending, raise_errors, shown
-from zero_recipes.core.process import PhaseClock, age, escape_unprintable, leave, say
+from zero_recipes.core.process import PhaseClock, age, end_with_launcher, escape_unprintable, leave, say
 from zero_recipes.engine.warnings import quiet_imports
 
 
 def main(argv: list[str]) -> None:
     clock = PhaseClock(age())
+    end_with_launcher()
     run = read_run(argv)
     from zero_recipes.engine.group import process_group
 

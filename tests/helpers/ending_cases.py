@@ -2,10 +2,8 @@
 
 import json
 import os
-import shutil
 import signal
 from contextlib import ExitStack, chdir
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -173,13 +171,3 @@ def losses_or_codes(folder: str, argv: list[str]) -> dict[str, list]:
         except Refusal as refusal:
             loaded.assert_not_called()
             return {"codes": refusal.codes}
-
-
-def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
-    """`train`, while another program fills the disk of `filler` but for `left` bytes."""
-
-    def fill(*_, **__) -> None:
-        Path(filler).write_bytes(bytes(shutil.disk_usage(Path(filler).parent).free - left))
-
-    with before(StageMetricsCallback, "on_train_begin", fill):
-        return train(argv)

@@ -23,6 +23,8 @@ from zero_recipes.core.process import leave
 
 RANK_0_ONLY = ("manifest", "replace", "rotation")
 PLACES = ("step", "begun", "weights", "optimizer", "random", *RANK_0_ONLY)  # in the order in which a run reaches them
+FILLER = "filler"
+LEFT = 200_000
 terminated: list[bool] = []
 watched = ExitStack()  # until this process ends
 whole_train = run_sft.train
@@ -36,6 +38,12 @@ def fill_memory(*_) -> None:
     import torch
 
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def fill_disk(trainer, *_) -> None:
+    """All but LEFT bytes of the output folder's disk, beside it."""
+    folder = Path(trainer.args.output_dir).parent
+    (folder / FILLER).write_bytes(bytes(shutil.disk_usage(folder).free - LEFT))
 
 
 def terminate(*_) -> None:
@@ -89,6 +97,7 @@ def sabotage(place: str, step: int) -> None:
             "signal": (trainer, "training_step", terminate_itself, trains),
             "memory": (trainer, "training_step", fill_memory, trains),
             "begun": (trainer, "save_model", die),
+            "disk": (trainer, "save_model", fill_disk),
             "weights": (trainer, "_save_optimizer_and_scheduler", die),
             "optimizer": (torch, "save", half, lambda _, path, *more: saves and "optim" in str(path)),
             "random": (trainer, "_save_rng_state", die),

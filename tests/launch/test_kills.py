@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import cases, checkpoint_cases, ending_cases
-from tests.helpers.group import CaseFailed
-from tests.helpers.interrupted import PLACES, RANK_0_ONLY
+from tests.helpers import cases, checkpoint_cases
+from tests.helpers.interrupted import FILLER, PLACES, RANK_0_ONLY
 from tests.helpers.resuming import resume_recipe
 from tests.helpers.seeded import count, draw, grid
 from tests.helpers.tiny import ROOT, arguments
 from tests.helpers.two_ranks import two_ranks
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
-from zero_recipes.checkpoint.save import checkpoint_fault, is_unfinished, read_manifest
+from zero_recipes.checkpoint.save import UNFINISHED, checkpoint_fault, is_unfinished
 
 RESUME = ("--resume_from_checkpoint", "true")
 
@@ -56,6 +55,9 @@ def test_sigkill_inside_a_save_and_sigterm(two, tmp_path, launched):
     ranks = two_ranks(argv, tmp_path, killed, script="tests/helpers/interrupted.py")
     assert "starting fresh" in ranks[0].stdout, ranks[0].stderr[-3000:]
     assert ranks[0].returncode > 0 and ranks[1].returncode == -signal.SIGKILL
+    assert "PeerFailed: " in ranks[0].stderr and "checkpoint-4 is not saved, because another rank" in ranks[0].stderr
+    assert "Traceback" not in ranks[0].stderr and "space" not in ranks[0].stderr
+    assert json.loads((out / "metrics.json").read_text())["status"] == "failed"
     assert [path.name for path in numbered(out)] == ["checkpoint-2", "checkpoint-4"]
     assert is_unfinished(out / "checkpoint-4") and checkpoint_fault(out / "checkpoint-2") is None
     optimizer = sorted((out / "checkpoint-4").rglob("*rank_1*optim*"))
@@ -77,29 +79,29 @@ def test_sigkill_inside_a_save_and_sigterm(two, tmp_path, launched):
     assert_equal(two, [tmp_path / "whole", out], 7)
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, request):
+@pytest.mark.parametrize("strategy", ["fsdp2", grid("zero3"), grid("ddp")])
+def test_a_full_disk_leaves_the_earlier_checkpoint(two, tmp_path, request, strategy):
     """The room is there when the run starts (checks/capacity.py refuses otherwise), then another program takes it."""
     recipe = resume_recipe(tmp_path, save_steps=2)
-    whole = one.run(cases.train, argv=arguments(recipe, "ddp", tmp_path / "whole"))[0]["metrics"]
-    size = sum(read_manifest(tmp_path / "whole" / "checkpoint-2")["files"].values())
+    whole = two.run(cases.train, argv=arguments(recipe, strategy, tmp_path / "whole"))[0]["metrics"]
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip("a small file system cannot be mounted here (no root)")
     request.addfinalizer(lambda: subprocess.run(["umount", str(disk)], check=True))
-    out, filler = disk / "out", disk / "filler"
-    with pytest.raises(CaseFailed) as failed:
-        argv = arguments(recipe, "ddp", out)
-        one.run(ending_cases.train_on_a_filling_disk, argv=argv, filler=str(filler), left=int(1.7 * size))
-    message = str(failed.value).splitlines()[-1]
-    assert f"NotSaved: {out}/checkpoint-4 could not be saved" in message
+    out = disk / "out"
+    argv = arguments(recipe, strategy, out)
+    ranks = two_ranks(argv, tmp_path, {"KILL": "disk:0:4"}, script="tests/helpers/interrupted.py")
+    said = "".join(rank.stderr for rank in ranks)
+    assert "Traceback" not in said and all(rank.returncode > 0 for rank in ranks), said[-3000:]
+    assert f"{out}/checkpoint-4 could not be saved: its disk is full (" in said
     assert is_unfinished(out / "checkpoint-4") and checkpoint_fault(out / "checkpoint-2") is None
-    assert json.loads((out / "metrics.json").read_text())["status"] == "running", (
-        "the file was lost: a full disk takes no other"
-    )
-    filler.unlink()
-    rest = one.run(cases.train, argv=arguments(recipe, "ddp", out, *RESUME))[0]["metrics"]
+    assert [path.name for path in (out / "checkpoint-4").iterdir()] == [UNFINISHED], "it takes up room"
+    row = json.loads((out / "metrics.json").read_text())
+    assert (row["status"], row["failure"]["phase"]) == ("failed", "save") and "its disk is full" in row["error"]
+    (disk / FILLER).unlink()
+    rest = two.run(cases.train, argv=arguments(recipe, strategy, out, *RESUME))[0]["metrics"]
     assert rest["loss_history"] == whole["loss_history"] and rest["resumed_at"] == [2]
 
 

@@ -1,8 +1,11 @@
 """The model of metrics.json: what is written is read again, all ranks are one row, and how a run ended is in it."""
 
+import errno
 import io
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +23,7 @@ from transformers import TrainerControl, TrainerState
 from tests.helpers.ending_cases import strict
 from tests.helpers.report_runs import PARAMETERS, on_cpu
 from tests.helpers.tiny import ROOT
+from zero_recipes.checkpoint.save import begin_checkpoint
 from zero_recipes.core import findings
 from zero_recipes.core.findings import REFUSAL_FILE, UNFINISHED, Finding, PeerFailed, Refusal, finding, print_ending
 from zero_recipes.core.process import PhaseClock
@@ -39,7 +43,7 @@ from zero_recipes.metrics.probe import RankFigures, continued, percentile_90, st
 from zero_recipes.metrics.schema import FILE
 from zero_recipes.training.divergence import Diverged, StopAtDivergence, StopWithoutProgress
 from zero_recipes.training.session import Session
-from zero_recipes.training.trainer import NotSaved
+from zero_recipes.training.trainer import NotSaved, not_saved
 
 OK_ROW = on_cpu("zero1")
 
@@ -264,6 +268,65 @@ def test_what_another_rank_failed_of_is_known_whatever_it_is_wrapped_in(tmp_path
         raise NotSaved("checkpoint-6 could not be saved") from OSError("no room")
     assert not write_failure(tmp_path, "save", caught.value, {}).is_echo
     assert not write_failure(tmp_path, "save", ValueError("rank 0, which saves, is a name"), {}).is_echo
+
+
+ZIP = "[enforce fail at inline_container.cc:863] . PytorchStreamWriter failed writing file data/4: file write failed"
+SAFETENSORS = "Error while serializing: I/O error: {} (os error 5)"
+
+
+def raised_from(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+UNSAVED = {  # error -> (what the run ends with, a part of its message), where 5 bytes of the disk are free
+    "full": (OSError(errno.ENOSPC, "No space left on device"), NotSaved, "its disk is full"),
+    "quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), NotSaved, "its disk is full"),
+    "a cause": (raised_from(ValueError("x"), OSError(errno.ENOSPC, "left")), NotSaved, "its disk is full"),
+    "safetensors": (RuntimeError(SAFETENSORS.format(os.strerror(errno.ENOSPC))), NotSaved, "its disk is full"),
+    "torch": (RuntimeError(ZIP), NotSaved, "its disk is full"),
+    "a broken disk": (OSError(errno.EIO, "Input/output error"), NotSaved, "Input/output error. Earlier"),
+    "safetensors on it": (RuntimeError(SAFETENSORS.format("Input/output error")), NotSaved, "could not be saved: Ru"),
+    "a dead rank": (RuntimeError(GLOO), PeerFailed, "another rank failed, was killed"),
+    "a rank that hangs": (
+        RuntimeError("[unbound_buffer.cc:84] Timed out waiting 1800000ms for recv operation to complete"),
+        PeerFailed,
+        "did not answer",
+    ),
+    "a full disk there": (PeerFailed("rank 1, which saves, failed: OSError: no room"), PeerFailed, "no room"),
+}
+
+
+@pytest.mark.parametrize("name", UNSAVED)
+def test_a_save_that_fails_names_its_cause(tmp_path, monkeypatch, name):
+    error, kind, said = UNSAVED[name]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 if kind is NotSaved else 10**9))
+    checkpoint = tmp_path / "checkpoint-6"
+    begin_checkpoint(checkpoint)
+    (checkpoint / "half.pt").touch()
+    ended = not_saved(checkpoint, error)
+    is_full = "full" in said
+    assert type(ended) is kind and said in str(ended) and ("space" in str(ended)) == is_full
+    assert (checkpoint / "half.pt").exists() != is_full
+
+
+def test_a_fault_in_a_save_is_no_fault_of_the_disk(tmp_path, monkeypatch):
+    error = KeyError("mine")
+    assert not_saved(tmp_path / "checkpoint-6", error) is error
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
+    ended = not_saved(tmp_path / "checkpoint-6", RuntimeError(ZIP))
+    assert isinstance(ended, NotSaved) and "full" not in str(ended)
+
+
+def test_what_another_rank_failed_of_is_one_line(monkeypatch, capsys):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    for error in (PeerFailed("rank 1 died"), NotSaved("checkpoint-6 could not be saved")):
+        monkeypatch.setenv("RANK", "0")
+        assert print_ending(error) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setenv("RANK", "1")  # only this rank knows
+    assert print_ending(NotSaved("checkpoint-6 could not be saved")) == 1
+    assert "checkpoint-6" in capsys.readouterr().err
 
 
 def test_a_failure_of_an_earlier_version_is_read(tmp_path):

@@ -16,6 +16,7 @@ from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checkpoint.save import begin_checkpoint, write_manifest
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.config.recipe import parse_recipe, read_recipe_file
+from zero_recipes.core import folder_lock
 from zero_recipes.core.files import PART, write_text
 
 FORK = get_context("fork")
@@ -23,7 +24,7 @@ FORK = get_context("fork")
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(folders, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(folder_lock, "LOCK_SECONDS", 0.1)
     monkeypatch.delenv("RANK", raising=False)
 
 
@@ -48,19 +49,19 @@ def test_a_second_start_is_refused_and_touches_nothing(tmp_path):
     holder = FORK.Process(target=hold, args=(out, theirs), daemon=True)
     holder.start()
     assert ours.recv() == "held"
-    for start in (folders.refuse_in_use, lambda out: folders.hold_output_dir(out).__enter__()):
+    for start in (folder_lock.refuse_in_use, lambda out: folders.hold_output_dir(out).__enter__()):
         assert "ZR747" in refused(start, out)
         assert sorted(path.name for path in out.iterdir()) == [folders.LOCK]
     holder.kill()
     holder.join()
-    assert refused(folders.refuse_in_use, out) == "", "the lock of a killed run is not stale"
+    assert refused(folder_lock.refuse_in_use, out) == "", "the lock of a killed run is not stale"
     write(out / "metrics.json", '{"status": "ok"}')
     with folders.hold_output_dir(out):
-        assert "ZR747" in refused(folders.refuse_in_use, out)
+        assert "ZR747" in refused(folder_lock.refuse_in_use, out)
         folders.claim_output_dir(out, True)  # the lock goes on in the folder that takes the place of the old one
-        assert FORK.Pool(1).apply(refused, (folders.refuse_in_use, out)).count("ZR747") == 1
+        assert FORK.Pool(1).apply(refused, (folder_lock.refuse_in_use, out)).count("ZR747") == 1
         assert not (tmp_path / "out.previous" / folders.LOCK).exists()
-    assert refused(folders.refuse_in_use, out) == "" and list(out.iterdir()) == []
+    assert refused(folder_lock.refuse_in_use, out) == "" and list(out.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_and_a_file_system_without_locks(tmp_path, monkeypatch, capsys):

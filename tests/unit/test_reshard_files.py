@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from tests.helpers.tiny import ROOT, write_recipe
 from tests.helpers.tools import contents, plant, refusal_of
-from zero_recipes.checkpoint import save
+from zero_recipes.checkpoint import resume, save
 from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
 from zero_recipes.checkpoint.save import NotWhole, checkpoint_fault, content_fault, write_manifest
 from zero_recipes.checks.preflight import preflight
@@ -103,6 +104,29 @@ def test_a_killed_reshard_leaves_nothing_half(tmp_path, monkeypatch):
     folder, _ = reshard(checkpoint, 1, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", folder.name]
     assert save.checkpoint_fault(folder) is None and contents(checkpoint) == before
+
+
+def test_a_copy_that_a_run_made_is_taken_as_long_as_its_checkpoint_is_the_same(tmp_path, monkeypatch):
+    """Another run may be reading it."""
+    checkpoint = write_checkpoint(tmp_path / "theirs")
+    save.write_manifest(checkpoint, {"step": 7})
+    target = checkpoint.with_name("checkpoint-7-zero2-world1")
+    run = SimpleNamespace(output_dir=tmp_path / "mine", strategy=SimpleNamespace(world_size=1, zero_stage=2))
+    made = []
+
+    def command(words, **_):
+        made.append(reshard(checkpoint, 1, 2)[0])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(resume.subprocess, "run", command)
+    for _ in range(2):
+        resume._reshard(checkpoint, run, target)
+        assert made == [target] and (target / save.OF_A_RUN).is_file() and save.checkpoint_fault(target) is None
+    save.begin_checkpoint(target)  # its deletion was cut off
+    resume._reshard(checkpoint, run, target)
+    save.write_manifest(checkpoint, {"step": 7, "recipe_sha256": "another"})
+    resume._reshard(checkpoint, run, target)
+    assert len(made) == 3 and save.read_manifest(target)["recipe_sha256"] == "another"
 
 
 def change_rank(number: int, change: Callable[[dict, dict], Any]) -> Callable[[Path], None]:

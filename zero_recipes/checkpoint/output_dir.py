@@ -4,16 +4,14 @@
 A folder without anything saved is not kept: a run that fails at once does not push out the last results.
 """
 
-import errno
 import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from torch.utils._pytree import tree_leaves  # noqa: PLC2701 - torch has no public place for it
 
 from zero_recipes.checkpoint.compatibility import refuse_misfit
@@ -29,15 +27,13 @@ from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.core.files import NAMES, PART
 from zero_recipes.core.findings import Refusal, refusal
+from zero_recipes.core.folder_lock import LOCK, held
 from zero_recipes.core.process import rank, say
 from zero_recipes.engine.group import agree, once
 
 OURS = ("recipe.resolved.yaml", "metrics.json")  # a run leaves at least one of them
-LOCK = ".zero-recipes.lock"
 PREVIOUS = ".previous"  # ends the name under which --overwrite true keeps a folder
 NAME_MAX = 255  # bytes of a name, on ext4, XFS, Btrfs, Lustre and NFS
-LOCK_SECONDS = 1.0  # another start's `refuse_in_use` holds the lock for a moment
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 UNFINISHED_STATUS = ("running", "failed", "oom", "diverged", "preempted", "refused")  # of metrics.json
 # what a run writes into its folder, beside OURS
 WRITTEN = {*NAMES["saved"], *NAMES["written_by_a_run"]} - {"*config.json"}
@@ -144,59 +140,17 @@ def _refuse_foreign(output_dir: Path) -> None:
             raise _not_kept(output_dir, f"{folder} has no run of zero-recipes")
 
 
-def refuse_in_use(output_dir: Path) -> None:
-    if (output_dir / LOCK).is_file():
-        lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
-        with suppress(PermissionError):  # a folder of another user: `hold_output_dir` refuses it
-            _acquire(lock, output_dir)
-        lock.release()
-
-
 @contextmanager
 def hold_output_dir(output_dir: Path) -> Iterator[None]:
-    """Collective. Rank 0 holds the lock. The kernel drops it with the process: none is ever stale.
+    """Collective. Rank 0 holds the lock.
 
-    Raises Refusal on all ranks where another run is alive or the folder cannot be written.
+    Raises Refusal on all ranks where another process writes into the folder, or it cannot be written.
     A run that is refused inside leaves no empty folder.
     """
-    lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
-
-    def make_and_acquire() -> None:
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            _acquire(lock, output_dir)
-        except OSError as error:
-            raise refusal("ZR748", output_dir=output_dir, reason=f"{error.strerror}: {error.filename}") from None
-
     agree(lambda: None)  # a rank that is still in `refuse_in_use` would take this run for another
-    once(make_and_acquire, "locks the output folder")
-    try:
+    with ExitStack() as holding:
+        once(lambda: holding.enter_context(held(output_dir, "a run")), "locks the output folder")
         yield
-    except Refusal:
-        _release(lock, output_dir)
-        if rank() == 0:
-            with suppress(OSError):
-                output_dir.rmdir()
-        raise
-    finally:
-        _release(lock, output_dir)
-
-
-def _acquire(lock: FileLock, output_dir: Path) -> None:
-    try:
-        lock.acquire(timeout=LOCK_SECONDS)
-    except Timeout:
-        raise refusal("ZR747", output_dir=output_dir, lock=output_dir / LOCK) from None
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        print(f"{output_dir} is on a file system without locks, so other runs in it are not detected", flush=True)
-
-
-def _release(lock: FileLock, output_dir: Path) -> None:
-    if lock.is_locked:
-        (output_dir / LOCK).unlink(missing_ok=True)  # while it is locked: nobody else has this file
-        lock.release()
 
 
 def look_again(run: Run) -> Run:

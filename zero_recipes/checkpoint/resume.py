@@ -23,8 +23,8 @@ from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import needs_reshard, refuse_misfit
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
-from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED, Refusal, refusal
+from zero_recipes.core.folder_lock import HELD
 from zero_recipes.core.process import rank, say
 from zero_recipes.engine import deepspeed as internals
 from zero_recipes.engine.group import agree, once
@@ -251,7 +251,7 @@ def resharded_where_needed(run: Run) -> Iterator[Run]:
     run = run.resuming_from(str(target))
 
     def reshard() -> None:
-        _reshard(checkpoint, run.strategy, target)
+        _reshard(checkpoint, run, target)
         if not run.settings.trust_checkpoint:
             _refuse_code(target)
         refuse_misfit(str(target), run.settings, run.strategy, run.config)
@@ -260,26 +260,31 @@ def resharded_where_needed(run: Run) -> Iterator[Run]:
         once(reshard, f"reshards {checkpoint}")
         yield run
     except Refusal:
-        if rank() == 0 and (target / save.OF_A_RUN).exists():
+        is_own = target.parent.resolve() == run.output_dir.resolve()
+        if rank() == 0 and is_own and (target / save.OF_A_RUN).exists():
             shutil.rmtree(target)
         raise
 
 
-def _reshard(checkpoint: Path, strategy: Strategy, target: Path) -> None:
-    """One that a user made is taken."""
-    world_size = strategy.world_size
-    if target.exists() and not (target / save.OF_A_RUN).exists():
+def _reshard(checkpoint: Path, run: Run, target: Path) -> None:
+    """One that a user made is taken, and one that a run made of this very checkpoint: another run may read it."""
+    world_size = run.strategy.world_size
+    mark = target / save.OF_A_RUN
+    made_from = save.read_manifest(checkpoint)["checksum"]
+    if target.exists() and not mark.exists():
         _refuse_not_whole(target, save.checkpoint_fault(target))
         return
-    shutil.rmtree(target, ignore_errors=True)  # a killed run's; the checkpoint may have changed
+    if mark.exists() and mark.read_text() == made_from and save.checkpoint_fault(target) is None:
+        return
+    shutil.rmtree(target, ignore_errors=True)  # a killed run's; the checkpoint has changed
     command = [sys.executable, "-m", "zero_recipes.tools.main", "reshard", str(checkpoint), "--skip_checksums"]
-    command += ["--world_size", str(world_size), "--stage", str(strategy.zero_stage)]
+    command += ["--world_size", str(world_size), "--stage", str(run.strategy.zero_stage)]
     say(f"resharding {checkpoint} for world size {world_size}")
-    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", HELD: str(run.output_dir.resolve())}
     ended = subprocess.run(command, env=hidden, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     if ended.returncode:
         raise refusal("ZR883", checkpoint=checkpoint, world_size=world_size, error=ended.stderr[-600:].strip())
-    (target / save.OF_A_RUN).touch()
+    mark.write_text(made_from)
 
 
 def forget_resharded(output_dir: Path) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,6 +77,17 @@ def begin_checkpoint(checkpoint: Path) -> None:
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / UNFINISHED).touch()
     (checkpoint / MANIFEST).unlink(missing_ok=True)
+
+
+def empty_unfinished(checkpoint: Path) -> None:
+    """Delete what a save that failed has written, but for its mark. Other ranks' files too: nothing reads them."""
+    if not is_unfinished(checkpoint):
+        return
+    for path in checkpoint.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != UNFINISHED:
+            path.unlink(missing_ok=True)
 
 
 def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool = True) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import constants
 
 from zero_recipes.checkpoint.compatibility import fit_findings
-from zero_recipes.checkpoint.output_dir import inputs_of, refuse_in_use, refuse_long_name, refuse_occupied
+from zero_recipes.checkpoint.output_dir import inputs_of, refuse_long_name, refuse_occupied
 from zero_recipes.checkpoint.resume import batch_kept, checkpoint_to_resume, requested_batch, requested_in
 from zero_recipes.checks.adapter_rules import adapter_findings
 from zero_recipes.checks.deepspeed_rules import deepspeed_findings
@@ -24,6 +24,7 @@ from zero_recipes.config.recipe import Recipe, RecipeFile, derive_accumulation, 
 from zero_recipes.config.run import Run, choose_device, refuse_uneven_gpus, settings_in_force
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes, library_error_as_finding
+from zero_recipes.core.folder_lock import refuse_in_use
 from zero_recipes.core.host import Gpu, Host
 from zero_recipes.data.load import refuse_data_at_hand, tokenizer_findings
 from zero_recipes.metrics.scores import load_metrics, metric_findings

@@ -123,6 +123,7 @@ class RunFailed(Exception):
 
     status = "failed"  # in metrics.json
     exit_code = FAILED
+    scope = "run"  # who prints it, as of a Finding
 
 
 def ending(name: str, /, **values: Any) -> str:
@@ -139,7 +140,7 @@ class Preempted(RunFailed):
 
 
 class PeerFailed(RuntimeError):
-    """What another rank failed of, or that it died: never the cause of a run's end."""
+    """What another rank failed of, or that it died: never the cause of a run's end. One line, no traceback."""
 
 
 @contextlib.contextmanager
@@ -227,10 +228,10 @@ def print_ending(ending: BaseException, tracebacks: bool = False) -> int:
         mine = [finding for finding in ending.findings if _prints(finding.scope)]
         texts = [shown(mine, tracebacks)] if mine else []
     else:
-        is_known = isinstance(ending, RunFailed)
-        message = f"{ending.status if is_known else type(ending).__name__}: {ending}"
+        is_known = isinstance(ending, (RunFailed, PeerFailed))
+        message = f"{getattr(ending, 'status', type(ending).__name__)}: {ending}"
         texts = []
-        if is_known and _prints("run"):
+        if is_known and _prints(getattr(ending, "scope", "rank")):
             texts.append(message)
         if tracebacks or not is_known:
             texts.append("".join(traceback.format_exception(ending)))
@@ -241,7 +242,7 @@ def print_ending(ending: BaseException, tracebacks: bool = False) -> int:
     if refusal_file and isinstance(ending, Refusal):
         first = ending.findings[0]
         write_json(Path(refusal_file), {"code": first.code, "reason": first.what, "error": message})
-    if rank() and not texts:
+    if rank() and (not texts or isinstance(ending, PeerFailed)):
         wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
     if isinstance(ending, Refusal):
         return REFUSED

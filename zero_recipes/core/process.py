@@ -19,6 +19,18 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # in the environment of forked ranks: the process id of rank 0. /proc shows them with their parent's variables
 RANK_0 = "ZERO_RECIPES_RANK_0"
 END_SECONDS = 60.0  # for threads and exit handlers of libraries, once a run is over
+# words of the command lines of what starts the ranks of a run
+LAUNCHERS = {
+    "zero-recipes",
+    "zero_recipes.tools.main",
+    "accelerate",
+    "accelerate-launch",
+    "accelerate.commands.launch",
+    "torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "deepspeed.launcher.launch",
+}
 PHASES = ("startup", "data", "model", "train", "eval", "save")
 # of a machine that is taken back (SLURM sends the second), and Ctrl-C
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -118,6 +130,24 @@ def kill_with_children(process: psutil.Process) -> None:
 def end_with_parent() -> None:
     """From now on this process is killed when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with_launcher() -> None:
+    """From now on this process is killed when the launcher that started it ends, however it ends.
+
+    Else a rank would train on after a SIGKILL of its launcher, and hold the folder.
+    Nothing where another program did: a shell may end before what it started (nohup, ssh).
+    """
+    parent = os.getppid()
+    try:
+        words = psutil.Process(parent).cmdline()
+    except psutil.Error:  # of another user, or it has ended
+        return
+    if LAUNCHERS.isdisjoint(Path(word).name for word in words):
+        return
+    end_with_parent()
+    if os.getppid() != parent:  # it has ended meanwhile
+        os._exit(128 + signal.SIGKILL)
 
 
 _forks_end: list[bool] = []  # not empty inside `forks_end_with_parent`

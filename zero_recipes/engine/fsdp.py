@@ -3,12 +3,17 @@
 File names are those of accelerate 1.15, transformers 5.23 and torch 2.13.
 """
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+from zero_recipes.core.findings import PeerFailed
+from zero_recipes.core.process import rank
 
 
 def fix_arguments(training_args, device: str) -> None:
@@ -55,6 +60,23 @@ def keep_names_of_the_file(model: PreTrainedModel) -> None:
     changes = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [change for change in changes if not isinstance(change, PrefixChange)]
     model._weight_conversions = renamings or None
+
+
+@contextlib.contextmanager
+def failures_raised() -> Iterator[None]:
+    """What a rank failed of in a save or load of shards is raised there; the others raise PeerFailed.
+
+    torch's CheckpointException (2.13, distributed/checkpoint/api.py), which holds all ranks' failures with their
+    tracebacks, is a BaseException: no `except Exception` would record it.
+    """
+    try:
+        yield
+    except CheckpointException as raised:
+        first = min(raised.failures)
+        error, _ = raised.failures[first]
+        if first == rank():
+            raise error from None
+        raise PeerFailed(f"rank {first} failed: {type(error).__name__}: {error}") from None
 
 
 def has_final_norm(model: PreTrainedModel) -> bool:

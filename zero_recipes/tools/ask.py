@@ -17,6 +17,7 @@ from zero_recipes.config.keys import tables
 from zero_recipes.config.recipe import Recipe, Settings
 from zero_recipes.config.run import choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
+from zero_recipes.core.folder_lock import held
 from zero_recipes.data.load import PADDING_TOKENS, read_tokenizer
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.engine.attention import allow_cudnn
@@ -45,16 +46,20 @@ def ask(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(target)
     samples = read_questions(target, tokenizer)
     metrics = load_metrics(target.settings)
-    written = _output_dir(arguments.output_dir, target) / SAMPLES
-    print(f"model: {target.folder}")
-    print(f"base: {target.base or 'none (--base NAME)'}")
-    most = target.settings.sample_max_new_tokens
-    print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
-    base, tuned = answers_of_both(target, tokenizer, device, samples)
-    rows = sampling.sample_rows(samples, base, tuned, metrics)
-    sampling.write_rows(written, rows)
-    sampling.show_samples(rows, "before: the base model, after: the saved model")
-    print(f"written: {written}")
+    folder = arguments.output_dir or Path("output") / f"ask-{target.folder.resolve().name}"
+    written = folder / SAMPLES
+    with held(folder, "ask"):
+        if written.exists():
+            raise refusal("ZR793", requested=written)
+        print(f"model: {target.folder}")
+        print(f"base: {target.base or 'none (--base NAME)'}")
+        most = target.settings.sample_max_new_tokens
+        print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
+        base, tuned = answers_of_both(target, tokenizer, device, samples)
+        rows = sampling.sample_rows(samples, base, tuned, metrics)
+        sampling.write_rows(written, rows)
+        sampling.show_samples(rows, "before: the base model, after: the saved model")
+        print(f"written: {written}")
     return 0
 
 
@@ -223,12 +228,3 @@ def _answers(target: Target, model: PreTrainedModel, tokenizer: Tokenizer, sampl
         answers.texts += sampling.generate_texts(model, tokenizer, part, most, device)
         answers.reference_losses += sampling.reference_losses(model, tokenizer, part, device)
     return answers
-
-
-def _output_dir(requested: Path | None, target: Target) -> Path:
-    """Raises Refusal if it holds samples.jsonl."""
-    folder = requested or Path("output") / f"ask-{target.folder.resolve().name}"
-    if (folder / SAMPLES).exists():
-        raise refusal("ZR793", requested=folder / SAMPLES)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

@@ -20,6 +20,7 @@ import transformers
 from zero_recipes.checkpoint.save import add_records, compare_with_class, write_checksums
 from zero_recipes.config.recipe import named_on
 from zero_recipes.core.findings import RunFailed, ending, finding, refusal
+from zero_recipes.core.folder_lock import LOCK, held
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
 from zero_recipes.tools import ask, losses
@@ -51,7 +52,12 @@ def export(arguments: argparse.Namespace) -> int:
     # "." and ".." have no name of their own
     folder = target.folder if target.folder.name.strip(".") else target.folder.resolve()
     out = arguments.output_dir or folder.with_name(f"{folder.name}-export")
-    if out.exists() and any(out.iterdir()):
+    with held(out, "export"):
+        return _export_into(out, arguments, target)
+
+
+def _export_into(out: Path, arguments: argparse.Namespace, target: ask.Target) -> int:
+    if any(path.name != LOCK for path in out.iterdir()):
         raise refusal("ZR902", out=out)
     if arguments.merge_into == DEQUANTIZED and not target.is_quantized:
         raise refusal("ZR907", model=arguments.model)

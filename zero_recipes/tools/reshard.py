@@ -23,6 +23,8 @@ import pickle
 import re
 import shutil
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +36,7 @@ from zero_recipes.checkpoint.resume import ADAM_STATES, HYPERPARAMETERS, Batch, 
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.files import NAMES, PART
 from zero_recipes.core.findings import Refusal, finding, first_line, refusal
+from zero_recipes.core.folder_lock import held
 from zero_recipes.engine.huggingface import load_without_code
 
 Shapes = dict[str, tuple[int, ...]]  # of a group's parameters, by name
@@ -71,12 +74,68 @@ def reshard(checkpoint: Path, world_size: int, stage: int, skip_checksums: bool 
     """Write CHECKPOINT-zero<stage>-world<world_size> beside the checkpoint.
 
     Returns the new folder and its batch, globally as large as before.
+    Waits for another reshard beside the checkpoint, which may make the same.
     Raises Refusal.
     """
     checkpoint = Path(os.path.normpath(checkpoint))
     target = checkpoint.with_name(f"{checkpoint.name}-zero{stage}-world{world_size}")
     if target.exists():
         raise refusal("ZR741", target=target)
+    if not checkpoint.is_dir():
+        raise _without_deepspeed(checkpoint)
+    with held(checkpoint.parent, "reshard", waits_for="reshard"):
+        if target.exists():
+            return target, _batch_of(target)
+        unfinished = target.with_name(f".{target.name}{PART}")
+        shutil.rmtree(unfinished, ignore_errors=True)  # a killed reshard left it
+        try:
+            with _unchanged(checkpoint):
+                batch = _write(checkpoint, unfinished, world_size, stage, skip_checksums)
+        except Refusal:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        os.sync()  # the new name must not reach the disk before the files
+        unfinished.rename(target)
+    return target, batch
+
+
+def _batch_of(target: Path) -> Batch:
+    """Of one that another process has made."""
+    facts = save.read_manifest(target)
+    if facts is None:
+        raise _damaged(target, "its manifest is missing or was changed")
+    return Batch(facts["micro_batch_size"], facts["gradient_accumulation_steps"], facts["world_size"])
+
+
+@contextmanager
+def _unchanged(checkpoint: Path) -> Iterator[None]:
+    """Raises Refusal if the checkpoint is changed inside, whatever a library makes of it.
+
+    A run that rotates it away holds the folder. Another program, or a run elsewhere without locks, does not.
+    """
+    before = _listing(checkpoint)
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if _listing(checkpoint) != before:
+        raise refusal("ZR850", checkpoint=checkpoint) from failure
+    if failure is not None:
+        raise failure
+
+
+def _listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """{file: its size and time of change}."""
+    found = {}
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                found[str(path)] = (path.stat().st_size, path.stat().st_mtime_ns)
+    return found
+
+
+def _write(checkpoint: Path, unfinished: Path, world_size: int, stage: int, skip_checksums: bool) -> Batch:
     fault = None if save.is_foreign(checkpoint) else save.checkpoint_fault(checkpoint)
     if fault is None and not skip_checksums:
         fault = save.content_fault(checkpoint)
@@ -90,16 +149,11 @@ def reshard(checkpoint: Path, world_size: int, stage: int, skip_checksums: bool 
     accumulation = source.ds_config["gradient_accumulation_steps"]
     batch = Batch(micro, accumulation, source.world_size).over(world_size)
 
-    unfinished = target.with_name(f".{target.name}{PART}")
-    if unfinished.exists():  # a killed reshard left it
-        shutil.rmtree(unfinished)
     shutil.copytree(checkpoint, unfinished, ignore=shutil.ignore_patterns(*NAMES["not_resharded"]))
     _write_states(source, unfinished)
     _copy_random_states(source, world_size, unfinished)
     save.write_manifest(unfinished, _facts(source, batch, stage), is_known and not skip_checksums)
-    os.sync()  # the new name must not reach the disk before the files
-    unfinished.rename(target)
-    return target, batch
+    return batch
 
 
 def resume_command(target: Path, batch: Batch, strategy: str) -> str:
@@ -126,7 +180,7 @@ def strategy_of(source_config: dict[str, Any], stage: int) -> str:
 def open_checkpoint(checkpoint: Path) -> Source:
     """Raises Refusal for what cannot be read by parameter."""
     if not (checkpoint / save.LATEST).is_file():
-        raise _other(checkpoint, "without DeepSpeed, with save_only_model or by a reshard: it has no file `latest`")
+        raise _without_deepspeed(checkpoint)
     fault = save.document_fault(checkpoint)
     if fault is not None:
         raise _damaged(checkpoint, fault)
@@ -242,6 +296,10 @@ def _damaged(checkpoint: Path, how: str) -> Refusal:
 def _other(checkpoint: Path, how: str) -> Refusal:
     """`how` it was written."""
     return refusal("ZR731", checkpoint=checkpoint, how=how)
+
+
+def _without_deepspeed(checkpoint: Path) -> Refusal:
+    return _other(checkpoint, "without DeepSpeed, with save_only_model or by a reshard: it has no file `latest`")
 
 
 def _unreadable(folder: Path, model: dict[str, Any]) -> str | None:

@@ -24,6 +24,7 @@ from zero_recipes.config.accelerate import FOLDER, launched_environment
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.core.files import at_hand
 from zero_recipes.core.findings import REFUSAL_FILE, Refusal, ignored_codes, library_error_as_finding, refusal
+from zero_recipes.core.folder_lock import held, refuse_in_use
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import kill_with_children
 from zero_recipes.core.tables import plain, terminal, working
@@ -70,13 +71,25 @@ def sweep(
     ignored = sorted(ignored_codes(settings.ignore).union(schedule.CODES))
     overrides = [f"--ignore={','.join(ignored)}", *overrides]
     runs = runs_of(configs, sets)
-    refuse_results(recipe, settings, output_dir, runs)
-    if sets:
-        own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
-        with library_error_as_finding("writing sweep.json beside the runs of earlier sweeps"):
-            add_to_sweep_file(output_dir, own)
-        console.print(plain(f"{len(runs)} runs: {', '.join(run.name for run in runs)}"), soft_wrap=True)
+    with held(output_dir, "sweep"):
+        refuse_results(recipe, settings, output_dir, runs)
+        if sets:
+            own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
+            with library_error_as_finding("writing sweep.json beside the runs of earlier sweeps"):
+                add_to_sweep_file(output_dir, own)
+            console.print(plain(f"{len(runs)} runs: {', '.join(run.name for run in runs)}"), soft_wrap=True)
+        return run_all(recipe, runs, output_dir, num_processes, overrides, console)
 
+
+def run_all(
+    recipe: Path,
+    runs: Sequence["SweepRun"],
+    output_dir: Path,
+    num_processes: int,
+    overrides: list[str],
+    console: Console,
+) -> dict[str, str]:
+    """{name of a run's folder: its status}."""
     ended = {}
     for number, run in enumerate(runs, 1):
         folder = output_dir / run.name
@@ -142,7 +155,7 @@ def refuse_results(recipe: Path, settings: recipes.Settings, output_dir: Path, r
     occupied = []
     for run in runs:
         folder = output_dir / run.name
-        folders.refuse_in_use(folder)
+        refuse_in_use(folder)
         if folders.saved_in(folder):
             occupied.append(folder)
     if occupied and not settings.overwrite:

@@ -30,6 +30,7 @@ from zero_recipes.config.recipe import (
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import FILES, at_hand, write_text
 from zero_recipes.core.findings import first_line, refusal
+from zero_recipes.core.folder_lock import held
 from zero_recipes.core.host import Host, hardware_facts
 from zero_recipes.core.tables import Column, plain, print_columns, terminal, working
 from zero_recipes.core.units import count, percent, significant
@@ -73,20 +74,9 @@ def tune(arguments: argparse.Namespace) -> int:
             capacity = torch.cuda.get_device_properties(0).total_memory
         field = candidates(recipe, processes, capacity, "gpu" if gpus else "cpu", arguments.strategies)
     folder = arguments.output_dir or Path("output") / f"{path.stem}-tune"
-    sweep.refuse_results(path, recipe.settings, folder, field)
-    console.print(f"{len(field)} candidates fit; {arguments.minutes:g} minutes on {processes} processes")
-
-    def measure(run: sweep.SweepRun, steps: int, place: str) -> Row:
-        started = time.monotonic()
-        label = f"[{place}, {steps} steps] {described(run)}"
-        values = tables()["only_measured"] | {"max_steps": steps}
-        words = [*overrides, *(f"--{key}={value}" for key, value in values.items())]
-        metrics = sweep.launched(path, run, folder / run.name, label, processes, words, console)
-        row = Row(run, steps, metrics, time.monotonic() - started)
-        console.print(plain(f"{label}: {row.summary}"), soft_wrap=True)
-        return row
-
-    rows = halved(field, measure, 60 * arguments.minutes, console)
+    with held(folder, "tune"):
+        sweep.refuse_results(path, recipe.settings, folder, field)
+        rows = _measure(arguments, recipe, field, folder, processes, console)
     print_columns([Column("Candidate", lambda row: described(row.run))], MEASURED, rows, console)
     if len(rows) < min(2, len(field)):
         console.print("too short to compare; nothing is written")
@@ -100,6 +90,32 @@ def tune(arguments: argparse.Namespace) -> int:
     write_text(new, tuned(recipe, best.run, [command, *header(rows, processes)]))
     console.print(plain(f"written: {new}\n{command}"), soft_wrap=True)
     return 0
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    field: Sequence[sweep.SweepRun],
+    folder: Path,
+    processes: int,
+    console: Console,
+) -> list["Row"]:
+    """The candidates' runs in `folder`, the fastest first."""
+    path = arguments.recipe
+    overrides = arguments.overrides
+    console.print(f"{len(field)} candidates fit; {arguments.minutes:g} minutes on {processes} processes")
+
+    def measure(run: sweep.SweepRun, steps: int, place: str) -> Row:
+        started = time.monotonic()
+        label = f"[{place}, {steps} steps] {described(run)}"
+        values = tables()["only_measured"] | {"max_steps": steps}
+        words = [*overrides, *(f"--{key}={value}" for key, value in values.items())]
+        metrics = sweep.launched(path, run, folder / run.name, label, processes, words, console)
+        row = Row(run, steps, metrics, time.monotonic() - started)
+        console.print(plain(f"{label}: {row.summary}"), soft_wrap=True)
+        return row
+
+    return halved(field, measure, 60 * arguments.minutes, console)
 
 
 # what is tried

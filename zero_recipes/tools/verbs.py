@@ -4,6 +4,7 @@ Imports are local: `zero-recipes --help` need not wait for torch.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -80,17 +81,24 @@ def verify(arguments: argparse.Namespace) -> int:
 def push(arguments: argparse.Namespace) -> int:
     from huggingface_hub import create_repo
 
+    from zero_recipes.core.folder_lock import held
     from zero_recipes.training import card
 
     if not (arguments.folder / "metrics.json").is_file():
         raise refusal("ZR901", folder=arguments.folder)
-    with library_error_as_finding(f"creating {arguments.hub_model_id} on the hub"):
-        repo = create_repo(arguments.hub_model_id, private=arguments.private or None, exist_ok=True).repo_id
-    print(f"pushed: {card.push(arguments.folder, repo)}")
+    with held(arguments.folder, "push"):  # a run would change the files meanwhile
+        with library_error_as_finding(f"creating {arguments.hub_model_id} on the hub"):
+            repo = create_repo(arguments.hub_model_id, private=arguments.private or None, exist_ok=True).repo_id
+        print(f"pushed: {card.push(arguments.folder, repo)}")
     return 0
 
 
 def reshard(arguments: argparse.Namespace) -> int:
+    from zero_recipes.core.folder_lock import HELD
+    from zero_recipes.core.process import end_with_parent
+
+    if HELD in os.environ:
+        end_with_parent()  # the run that started this: once it has ended, nobody holds the folder
     quieten()
     from zero_recipes.checkpoint.save import read_manifest
     from zero_recipes.tools.reshard import reshard, resume_command

@@ -29,7 +29,7 @@ from zero_recipes.checkpoint.resume import (
 )
 from zero_recipes.config.run import Run
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import Preempted, ending
+from zero_recipes.core.findings import PeerFailed, Preempted, RunFailed, ending
 from zero_recipes.core.host import library_versions
 from zero_recipes.core.process import PhaseClock, say
 from zero_recipes.data.samples import Sample
@@ -40,7 +40,7 @@ from zero_recipes.engine.fp32_parameters import keep_parameters_in_fp32
 from zero_recipes.engine.group import agree, once, rank_0_writes
 from zero_recipes.engine.huggingface import rows_are_cut, without_deepspeed_announcement
 from zero_recipes.metrics.callback import StageMetricsCallback
-from zero_recipes.metrics.failure import is_out_of_memory
+from zero_recipes.metrics.failure import is_disk_full, is_echo, is_out_of_memory, is_unwritten
 from zero_recipes.metrics.scores import load_metrics
 from zero_recipes.model import config_of_file, loaded_values
 from zero_recipes.training import answers
@@ -75,13 +75,24 @@ class Extras:
     building: Callable = contextlib.nullcontext  # around TRL's own constructor
 
 
-class NotSaved(Exception):
-    """The run ends; the checkpoints before it are as they were."""
+class NotSaved(RunFailed):
+    """The run ends; the checkpoints before it are as they were. Of the rank that could not write."""
+
+    scope = "rank"
 
 
-def not_saved(checkpoint: Path, error: Exception) -> NotSaved:
-    free = shutil.disk_usage(checkpoint.parent).free
-    return NotSaved(ending("not_saved", checkpoint=checkpoint, kind=type(error).__name__, error=error, free=free))
+def not_saved(checkpoint: Path, error: Exception) -> Exception:
+    """What a failed save ends the run with: the error itself where neither files nor other ranks are its cause."""
+    about = {"checkpoint": checkpoint, "kind": type(error).__name__, "error": error}
+    if is_echo(error):
+        return PeerFailed(ending("peer_in_save", **about))
+    if is_disk_full(error, checkpoint.parent):
+        about["free"] = shutil.disk_usage(checkpoint.parent).free
+        save.empty_unfinished(checkpoint)  # the record of the failure needs room, too
+        return NotSaved(ending("disk_full", **about))
+    if is_unwritten(error):
+        return NotSaved(ending("not_saved", **about))
+    return error
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
@@ -204,7 +215,7 @@ class ZeroSFTTrainer(SFTTrainer):
         if self.stage_metrics.finished:  # of an earlier training
             self.stage_metrics.begin()
         self._load_history(resume_from_checkpoint)
-        with self.stage_metrics.clock.phase("train"):
+        with self.stage_metrics.clock.phase("train"), fsdp.failures_raised():
             try:
                 trained = super().train(resume_from_checkpoint, *arguments, **keywords)
                 self._evaluate_if_due()  # no epoch was left
@@ -504,11 +515,15 @@ class ZeroSFTTrainer(SFTTrainer):
             limit = self.args.save_total_limit
             self.args.save_total_limit = None
             try:
-                self._write_checkpoint(checkpoint, model, trial)
+                with fsdp.failures_raised():
+                    self._write_checkpoint(checkpoint, model, trial)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                raise not_saved(checkpoint, error) from error
+                failure = not_saved(checkpoint, error)
+                if failure is error:
+                    raise
+                raise failure from error
             finally:
                 self.args.save_total_limit = limit
             with rank_0_writes():

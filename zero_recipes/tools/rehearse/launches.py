@@ -25,6 +25,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, environments_of_ranks, file_named, launch_of
 from zero_recipes.core.files import at_hand, write_json
 from zero_recipes.core.findings import FAILED, REFUSED, ignored_codes, shown
+from zero_recipes.core.folder_lock import held
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import kill_with_children
 from zero_recipes.core.tables import Column, plain, print_columns, terminal, working
@@ -58,8 +59,9 @@ def rehearse(arguments: argparse.Namespace) -> int:
     console = terminal()
     began = time.perf_counter()
     folder = arguments.output_dir or Path(tempfile.mkdtemp(prefix="rehearsal-"))
-    rehearsal = read_rehearsal(arguments, folder, console)
-    ran = launch_all(rehearsal, folder, console)
+    with held(folder, "rehearse"):
+        rehearsal = read_rehearsal(arguments, folder, console)
+        ran = launch_all(rehearsal, folder, console)
     rows = table_of(rehearsal, ran)
     print_columns(COLUMNS, [], rows, console)
     if rehearsal.nccl and "whole" in ran:
