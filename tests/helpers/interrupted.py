@@ -97,7 +97,7 @@ def sabotage(place: str, step: int) -> None:
             "signal": (trainer, "training_step", terminate_itself, trains),
             "memory": (trainer, "training_step", fill_memory, trains),
             "begun": (trainer, "save_model", die),
-            "disk": (trainer, "save_model", fill_disk),
+            "disk": (trainer, "_save_optimizer_and_scheduler", fill_disk),
             "weights": (trainer, "_save_optimizer_and_scheduler", die),
             "optimizer": (torch, "save", half, lambda _, path, *more: saves and "optim" in str(path)),
             "random": (trainer, "_save_rng_state", die),

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 from torch import distributed
+from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainerControl, TrainerState
 
 from tests.helpers.ending_cases import strict
@@ -27,6 +28,7 @@ from zero_recipes.checkpoint.save import begin_checkpoint
 from zero_recipes.core import findings
 from zero_recipes.core.findings import REFUSAL_FILE, UNFINISHED, Finding, PeerFailed, Refusal, finding, print_ending
 from zero_recipes.core.process import PhaseClock
+from zero_recipes.engine import fsdp
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.failure import (
     REFUSAL,
@@ -303,11 +305,11 @@ def test_a_save_that_fails_names_its_cause(tmp_path, monkeypatch, name):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 if kind is NotSaved else 10**9))
     checkpoint = tmp_path / "checkpoint-6"
     begin_checkpoint(checkpoint)
-    (checkpoint / "half.pt").touch()
+    (checkpoint / "half.pt").write_text("half")
     ended = not_saved(checkpoint, error)
     is_full = "full" in said
     assert type(ended) is kind and said in str(ended) and ("space" in str(ended)) == is_full
-    assert (checkpoint / "half.pt").exists() != is_full
+    assert (checkpoint / "half.pt").read_text() == ("" if is_full else "half")
 
 
 def test_a_fault_in_a_save_is_no_fault_of_the_disk(tmp_path, monkeypatch):
@@ -316,6 +318,14 @@ def test_a_fault_in_a_save_is_no_fault_of_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
     ended = not_saved(tmp_path / "checkpoint-6", RuntimeError(ZIP))
     assert isinstance(ended, NotSaved) and "full" not in str(ended)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(0, PeerFailed), (1, OSError), (2, PeerFailed)])
+def test_a_failed_save_of_shards_is_an_exception_of_the_rank_that_failed(monkeypatch, number, kind):
+    monkeypatch.setenv("RANK", str(number))
+    failures = {2: (ValueError("later"), None), 1: (OSError(errno.ENOSPC, "no room"), None)}
+    with pytest.raises(kind, match="no room"), fsdp.failures_raised():
+        raise CheckpointException("save", failures)
 
 
 def test_what_another_rank_failed_of_is_one_line(monkeypatch, capsys):

@@ -8,9 +8,9 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,16 @@ def begin_checkpoint(checkpoint: Path) -> None:
 
 
 def empty_unfinished(checkpoint: Path) -> None:
-    """Delete what a save that failed has written, but for its mark. Other ranks' files too: nothing reads them."""
+    """Make the files of a save that failed empty, other ranks' too: nothing reads them.
+
+    They are not deleted: one that is still open would keep its room.
+    """
     if not is_unfinished(checkpoint):
         return
-    for path in checkpoint.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != UNFINISHED:
-            path.unlink(missing_ok=True)
+    for path in checkpoint.rglob("*"):
+        with suppress(OSError):
+            if path.is_file():
+                os.truncate(path, 0)
 
 
 def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool = True) -> None:

@@ -88,7 +88,7 @@ def not_saved(checkpoint: Path, error: Exception) -> Exception:
         return PeerFailed(ending("peer_in_save", **about))
     if is_disk_full(error, checkpoint.parent):
         about["free"] = shutil.disk_usage(checkpoint.parent).free
-        save.empty_unfinished(checkpoint)  # the record of the failure needs room, too
+        save.empty_unfinished(checkpoint)  # the record of the failure needs room
         return NotSaved(ending("disk_full", **about))
     if is_unwritten(error):
         return NotSaved(ending("not_saved", **about))
