@@ -62,8 +62,11 @@ def fit_findings(
     if written is None:
         yield finding("ZR718", checkpoint=checkpoint)
         yield from _missing_states(Path(checkpoint), strategy)
-        if config is not None:
-            yield from _weights(Path(checkpoint), settings, config)
+        if config is None:
+            return
+        how = _other_weights(Path(checkpoint), settings, config)
+        if how is not None:
+            yield finding("ZR756", checkpoint=checkpoint, how=how)
         return
     old_world = written["world_size"]
     if is_resharded(checkpoint):
@@ -132,27 +135,24 @@ def _model_config(checkpoint: str, then: Mapping[str, Any] | None, settings: Set
         yield finding("ZR758", checkpoint=checkpoint, name=name, **about)
 
 
-def _weights(folder: Path, settings: Settings, config: PretrainedConfig) -> Iterator[Finding]:
-    """Of another program's checkpoint: whether a resume could load its weights into this run's model."""
+def _other_weights(folder: Path, settings: Settings, config: PretrainedConfig) -> str | None:
+    """Why a resume could not load another program's weights into this run's model, by names and shapes; else None."""
     try:
         entries = entries_of(folder)
     except NotWhole as error:
-        yield finding("ZR756", checkpoint=folder, how=str(error))
-        return
+        return str(error)
     if not entries or any(0 in entry.shape for entry in entries.values()):
-        return  # pickles, which are not opened, or stage 3, where DeepSpeed's files have the weights
+        return None  # pickles, which are not opened, or stage 3, where DeepSpeed's files have the weights
     has_adapter = (folder / ADAPTER).is_file()
-    how = None
     if has_adapter and not settings.use_peft:
-        how = "It holds an adapter, and this run trains the model itself."
-    elif settings.use_peft and not has_adapter:
-        how = "It holds a whole model, and this run trains an adapter."
-    elif has_adapter:
-        how = _other_adapter(folder, entries, settings, config)
-    elif not settings.clones_tokenizer:  # TRL adds the other tokenizer's tokens to the model
-        how = _other_model(folder, settings, config)
-    if how is not None:
-        yield finding("ZR756", checkpoint=folder, how=how)
+        return "It holds an adapter, and this run trains the model itself."
+    if settings.use_peft and not has_adapter:
+        return "It holds a whole model, and this run trains an adapter."
+    if has_adapter:
+        return _other_adapter(folder, entries, settings, config)
+    if settings.clones_tokenizer:  # TRL adds the other tokenizer's tokens to the model
+        return None
+    return _other_model(folder, settings, config)
 
 
 def _other_model(folder: Path, settings: Settings, config: PretrainedConfig) -> str | None:
