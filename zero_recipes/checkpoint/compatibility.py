@@ -62,8 +62,11 @@ def fit_findings(
     if written is None:
         yield finding("ZR718", checkpoint=checkpoint)
         yield from _missing_states(Path(checkpoint), strategy)
-        if config is not None:
-            yield from _weights(Path(checkpoint), settings, config)
+        if config is None:
+            return
+        how = _other_weights(Path(checkpoint), settings, config)
+        if how is not None:
+            yield finding("ZR756", checkpoint=checkpoint, how=how)
         return
     old_world = written["world_size"]
     if is_resharded(checkpoint):
@@ -132,19 +135,12 @@ def _model_config(checkpoint: str, then: Mapping[str, Any] | None, settings: Set
         yield finding("ZR758", checkpoint=checkpoint, name=name, **about)
 
 
-def _weights(folder: Path, settings: Settings, config: PretrainedConfig) -> Iterator[Finding]:
-    """Of another program's checkpoint: whether a resume could load its weights into this run's model."""
+def _other_weights(folder: Path, settings: Settings, config: PretrainedConfig) -> str | None:
+    """Why a resume could not load another program's weights into this run's model, by names and shapes; else None."""
     try:
-        how = _how_weights_differ(folder, settings, config)
+        entries = entries_of(folder)
     except NotWhole as error:
-        how = str(error)
-    if how is not None:
-        yield finding("ZR756", checkpoint=folder, how=how)
-
-
-def _how_weights_differ(folder: Path, settings: Settings, config: PretrainedConfig) -> str | None:
-    """None where they fit, and where no file says. Raises NotWhole."""
-    entries = entries_of(folder)
+        return str(error)
     if not entries or any(0 in entry.shape for entry in entries.values()):
         return None  # pickles, which are not opened, or stage 3, where DeepSpeed's files have the weights
     has_adapter = (folder / ADAPTER).is_file()
