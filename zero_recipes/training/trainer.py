@@ -34,6 +34,7 @@ from zero_recipes.core.host import library_versions
 from zero_recipes.core.process import PhaseClock, say
 from zero_recipes.data.samples import Sample
 from zero_recipes.engine import fsdp, patches
+from zero_recipes.engine.cpu_adam import repeat_steps_of_cpu_adam
 from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.deepspeed import is_partitioned, set_masters
 from zero_recipes.engine.fp32_parameters import keep_parameters_in_fp32
@@ -267,6 +268,8 @@ class ZeroSFTTrainer(SFTTrainer):
                 load_resharded(self.model_wrapped, resume_from_checkpoint)
                 self._load_optimizer_and_scheduler(resume_from_checkpoint)
         self.stage_metrics.engine = self.model_wrapped
+        if resume_from_checkpoint is not None:
+            repeat_steps_of_cpu_adam(self.optimizer)
         self.hold_optimizer(max_steps)
         if self.answers_before is None:
             with self.stage_metrics.clock.phase("eval"):
