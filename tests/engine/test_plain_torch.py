@@ -177,6 +177,14 @@ def test_another_optimizer_is_seen_although_the_losses_are_alike(one, seen, tmp_
 # optimizers under offload
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_schedule_that_reads_the_optimizers_defaults(one, parts, stage):
+    """transformers' polynomial and cosine_with_min_lr, under DeepSpeed's optimizers, which have none."""
+    recipe = {"learning_rate": 1e-3, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1e-5}}
+    job = SIMPLE | {"recipe": recipe | {"bf16": False}, "deepspeed": drawn_jobs.ds_config(stage)}
+    assert outcome(job, {1: one}, parts)[0] == "equal"
+
+
 ON_CPU = drawn_jobs.ds_config(2, zero=drawn_jobs.ON_CPU)
 ADAGRAD = drawn_jobs.ds_config(2, optimizer={"type": "Adagrad", "params": {"lr": "auto"}})
 

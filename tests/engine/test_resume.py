@@ -83,7 +83,7 @@ def test_other_rows_are_refused_on_every_rank(two, zero0, tmp_path):
     more = ("--resume_from_checkpoint", "true", "--dataset_name", str(write_rows(tmp_path / "others", 20, seed=1)))
     argv = arguments(recipe, "zero0", Path(shutil.copytree(whole, tmp_path / "copy")), *more)
     for said in two.run(ending_cases.refusal_of, argv=argv):
-        assert said.endswith("was trained on different rows [ZR727]")
+        assert "was trained on different rows [ZR727]" in said
 
 
 def test_a_flipped_bit_is_passed_over_and_the_rest_is_bit_for_bit(two, zero0, tmp_path):

@@ -40,6 +40,7 @@ from zero_recipes.engine.deepspeed import is_partitioned, set_masters
 from zero_recipes.engine.fp32_parameters import keep_parameters_in_fp32
 from zero_recipes.engine.group import agree, once, rank_0_writes
 from zero_recipes.engine.huggingface import rows_are_cut, without_deepspeed_announcement
+from zero_recipes.engine.optimizers import give_defaults
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import is_disk_full, is_echo, is_out_of_memory, is_unwritten
 from zero_recipes.metrics.scores import load_metrics
@@ -241,6 +242,10 @@ class ZeroSFTTrainer(SFTTrainer):
         if not is_wrapped:
             self.optimizer_proof.ask(optimizer, model or self.model)
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None):
+        give_defaults(optimizer or self.optimizer)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _load_history(self, checkpoint: str | bool | None) -> None:
         """Then metrics.json says what a killed run leaves."""
