@@ -405,7 +405,7 @@ def conversations(draw) -> tuple[list[dict[str, Any]], dict[str, bool], set[str]
     return turns, texts, holds
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(250, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("examples", [12, pytest.param(250, marks=pytest.mark.grid)])
 def test_each_text_of_a_row_trains_once_or_the_row_is_refused(examples):
     @settings(max_examples=examples, phases=[Phase.generate])
     @given(st.sampled_from([*TEMPLATES]), conversations())
