@@ -17,7 +17,7 @@ from typing import Any
 from zero_recipes.checks.adapter_rules import module_kinds
 from zero_recipes.checks.rules import bare_model, options
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.ds_config import ModelSize, fill_own_autos, quiet
+from zero_recipes.config.ds_config import DsConfig, ModelSize, fill_own_autos, quiet
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, collected, first_line, library_error_as_finding, refusal
@@ -167,10 +167,9 @@ def _step_on_a_piece(optimizer, ds_config: Mapping) -> None:
     """
     import torch
 
-    zero = ds_config.get("zero_optimization") or {}
-    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    is_for_cpus = type(optimizer).__module__.startswith("torch.") or offloads
-    if not zero.get("stage") or not is_for_cpus:
+    ds = DsConfig(ds_config)
+    is_for_cpus = type(optimizer).__module__.startswith("torch.") or ds.offload_optimizer
+    if not ds.stage or not is_for_cpus:
         return
     for group in optimizer.param_groups:
         piece = torch.nn.Parameter(torch.ones(4))
