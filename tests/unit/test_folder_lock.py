@@ -156,6 +156,34 @@ def test_the_second_of_one_target_waits_and_takes_what_the_first_has_made(checkp
     assert_whole(target)
 
 
+def test_a_holder_that_has_not_written_its_name_yet_is_waited_for(checkpoint, monkeypatch, capsys):
+    """Between its lock and its name, or between the end of one and the next."""
+    monkeypatch.setattr(folder_lock, "LOCK_SECONDS", 0.0)
+    out = checkpoint.parent
+    names = iter([None, None, "reshard"])  # what is read at each try
+
+    def holder(_: Path) -> dict:
+        name = next(names, None)
+        if name is None:
+            return {}
+        process.kill()
+        process.join()
+        return {"writer": name, "process": process.pid, "host": "here"}
+
+    with holding(out, "reshard") as process:
+        monkeypatch.setattr(folder_lock, "_holder", holder)
+        folder_lock.give_back(folder_lock.take(out, "reshard", waits_for="reshard"), out)
+    assert "waiting for reshard" in capsys.readouterr().out
+
+
+def test_a_holder_without_a_name_is_not_waited_for_without_end(checkpoint, monkeypatch):
+    monkeypatch.setattr(folder_lock, "LOCK_SECONDS", 0.0)
+    with holding(checkpoint.parent, "reshard"):
+        (checkpoint.parent / LOCK).write_text("")
+        refused = refusal_of(folder_lock.take, checkpoint.parent, "reshard", "reshard")
+    assert refused.codes == ["ZR747"] and "another process" in refused.what
+
+
 def test_a_run_does_not_take_the_folder_from_a_reshard(checkpoint, paused):
     process, pipe = paused
     out = checkpoint.parent

@@ -17,6 +17,7 @@ from zero_recipes.core.findings import Refusal, refusal
 
 LOCK = ".zero-recipes.lock"
 LOCK_SECONDS = 1.0  # another start's `refuse_in_use` holds the lock for a moment
+UNNAMED_TRIES = 10  # a holder writes its name just after it has locked, and may be halted in between
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 # in the environment of what a run starts: the folder that the run holds, also for it
 HELD = "ZERO_RECIPES_HELD_FOLDER"
@@ -51,10 +52,16 @@ def take(folder: Path, writer: str, waits_for: str | None = None) -> FileLock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         waited_for = None
+        unnamed = 0
         while not _try(lock, folder):
             holder = _holder(folder)
-            if waits_for is None or holder.get("writer") != waits_for:
-                raise _in_use(folder)
+            if waits_for is None:
+                raise _in_use(folder, holder)
+            if not holder and unnamed < UNNAMED_TRIES:
+                unnamed += 1
+                continue
+            if holder.get("writer") != waits_for:
+                raise _in_use(folder, holder)
             if holder != waited_for:
                 print(f"waiting for {_described(holder)}", flush=True)
                 waited_for = holder
@@ -80,7 +87,7 @@ def refuse_in_use(folder: Path) -> None:
     lock = FileLock(folder / LOCK, fallback_to_soft=False)
     with suppress(PermissionError):  # a folder of another user: `take` refuses it
         if not _try(lock, folder):
-            raise _in_use(folder)
+            raise _in_use(folder, _holder(folder))
     lock.release()
 
 
@@ -99,8 +106,8 @@ def _try(lock: FileLock, folder: Path) -> bool:
     return True
 
 
-def _in_use(folder: Path) -> Refusal:
-    return refusal("ZR747", folder=folder, lock=folder / LOCK, holder=_described(_holder(folder)))
+def _in_use(folder: Path, holder: dict[str, str | int]) -> Refusal:
+    return refusal("ZR747", folder=folder, lock=folder / LOCK, holder=_described(holder))
 
 
 def _holder(folder: Path) -> dict[str, str | int]:
