@@ -32,7 +32,7 @@ def read_run(argv: list[str]):
     recipe_file = recipe_in_force(path)  # before torch is imported
     with quiet_imports():
         from zero_recipes.checks.preflight import preflight
-    run, findings = preflight(path, recipe_file, overrides, os.environ)
+    run, findings = preflight(path, recipe_file, overrides, os.environ)  # resolved, and checked
     raise_errors(findings)
     if findings:
         say(shown(findings))

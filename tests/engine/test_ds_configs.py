@@ -12,8 +12,8 @@ from tests.helpers import cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, named, write_recipe
 from tests.helpers.two_ranks import set_by_launch
-from zero_recipes.checks.preflight import preflight, resolved_ds_config
-from zero_recipes.checks.rehearsal import _handed_over
+from zero_recipes.checks.deepspeed_objects import _handed_over, resolved_ds_config
+from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes
 from zero_recipes.tools.plan.job import known_models
 from zero_recipes.tools.rehearse.small import cut_layers

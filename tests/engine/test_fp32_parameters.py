@@ -14,7 +14,7 @@ from tests.helpers.faults import ds_config
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, write_recipe
 from zero_recipes.engine.patches import freeze_as_the_class_does
-from zero_recipes.model import build_on_meta
+from zero_recipes.model.build import build_on_meta
 from zero_recipes.tools.reshard import reshard
 
 KEPT = ("mlp.gate.weight", "mlp.moe_statics.e_score_correction_bias")

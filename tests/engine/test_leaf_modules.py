@@ -12,7 +12,7 @@ from tests.helpers.tiny import NEVER_KEPT, ROOT, write_recipe
 
 RECOMPUTED = {"activation_checkpointing": True}
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
-WORKAROUND = "zero_recipes.model.let_inputs_have_gradients"
+WORKAROUND = "zero_recipes.model.load.let_inputs_have_gradients"
 
 
 def written(folder, name: str, by_layer: bool, keys: dict) -> list[str]:

@@ -19,6 +19,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.model.meta import MetaModel
 from zero_recipes.tools.verify import verify
 
 
@@ -78,7 +79,7 @@ def test_a_real_checkpoint_is_as_large_as_predicted(trained, strategy):
     settings = recipes.parse_recipe(run.recipe, recipes.read_recipe_file(run.recipe), []).settings
     psi = run.metrics["parameters"]
     fp16 = SimpleNamespace(dtype=torch.float16)
-    predicted = checkpoint_bytes(Run(None, settings, {}, launched, "cpu", {}, fp16), psi, 2)
+    predicted = checkpoint_bytes(Run(None, settings, {}, launched, "cpu", {}, MetaModel(fp16, settings)), psi, 2)
     assert predicted < sum(p.stat().st_size for p in written) < 1.1 * predicted + 100_000
     states = [path.stat().st_size for path in run.folder.glob("checkpoint-6/global_step*/*_states.pt")]
     read = read_at_resume(2 * psi, 12 * psi, stage, 2)

@@ -13,10 +13,10 @@ import run_sft
 from tests.helpers.cases import train
 from tests.helpers.forget import forget_last_run
 from tests.helpers.tools import before, without_rules
-from zero_recipes import model as models
 from zero_recipes.core.findings import Finding, Preempted, Refusal, RunFailed
 from zero_recipes.core.process import rank as rank_here
 from zero_recipes.metrics.callback import StageMetricsCallback
+from zero_recipes.model import load
 from zero_recipes.training import answers, trainer
 
 
@@ -86,7 +86,7 @@ def break_at(
 ) -> dict:
     """`ending` of a run that breaks on all ranks: where it loads the weights, saves the model, or answers the samples
     after training. `address`: of `ending_at_hub`."""
-    points = {"load": (models, "load_model"), "save": (trainer.ZeroSFTTrainer, "save_model")}
+    points = {"load": (load, "load_model"), "save": (trainer.ZeroSFTTrainer, "save_model")}
     owner, name = points.get(point, (answers, "answer"))
     kinds = {"RuntimeError": RuntimeError, "MemoryError": MemoryError, "OSError": OSError}
     kinds["Refusal"] = lambda text: Refusal([Finding("ZR000", text, "why", "fix")])
@@ -152,8 +152,8 @@ def refusal_of(argv: list[str]) -> str:
 
 def ended(folder: str, argv: list[str], environment: dict[str, str]) -> str:
     """How one step of a run ends: "ran", or "refused" before the weights are loaded."""
-    loaded = mock.Mock(wraps=models.load_model)
-    with chdir(folder), mock.patch.object(models, "load_model", loaded):
+    loaded = mock.Mock(wraps=load.load_model)
+    with chdir(folder), mock.patch.object(load, "load_model", loaded):
         try:
             train([*argv, "--max_steps", "1"], environment=environment)
             return "ran"
@@ -164,8 +164,8 @@ def ended(folder: str, argv: list[str], environment: dict[str, str]) -> str:
 
 def losses_or_codes(folder: str, argv: list[str]) -> dict[str, list]:
     """The losses of a run's steps; or the codes by which it is refused, before the weights are loaded."""
-    loaded = mock.Mock(wraps=models.load_model)
-    with chdir(folder), mock.patch.object(models, "load_model", loaded):
+    loaded = mock.Mock(wraps=load.load_model)
+    with chdir(folder), mock.patch.object(load, "load_model", loaded):
         try:
             return {"losses": train(argv)["metrics"]["loss_history"]}
         except Refusal as refusal:

@@ -11,6 +11,7 @@ from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import Host
+from zero_recipes.model.meta import MetaModel
 
 PYTHON_H = f"{sysconfig.get_path('include')}/Python.h"
 CXX = "/usr/bin/c++"
@@ -70,4 +71,7 @@ def run_of(settings, device="cuda", stage=2, world=2, output_dir="out", offload=
     name = "ddp" if stage is None else f"zero{stage}"
     deepspeed = None if stage is None else ds_config({}, offload, stage)
     strategy = Strategy(name, world, deepspeed, "c.json")
-    return Run(None, settings.replace(output_dir=str(output_dir), **changes), {}, strategy, device, {}, config)
+    settings = settings.replace(output_dir=str(output_dir), **changes)
+    recipe = SimpleNamespace(settings=settings)
+    meta = None if config is None else MetaModel(config, settings)
+    return Run(recipe, settings, {}, strategy, device, {}, meta)

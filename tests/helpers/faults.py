@@ -137,14 +137,15 @@ def run_of(path: Path, changes: dict, environment: Mapping[str, str] | None = No
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config import strategy as strategies
     from zero_recipes.config.run import Run, settings_in_force
-    from zero_recipes.model import load_config, size_of
+    from zero_recipes.model.config import load_config
+    from zero_recipes.model.meta import MetaModel, size_of
 
     environment = environment or TWO
     recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path) | changes, [])
     placed = recipe.settings.replace(use_cpu=device == "cpu")
     strategy = strategies.resolve_strategy(placed, environment, size_of)
     settings, _ = settings_in_force(recipe, strategy, device, None)
-    return Run(recipe, settings, {}, strategy, device, environment, load_config(settings))
+    return Run(recipe, settings, {}, strategy, device, environment, MetaModel(load_config(settings), settings))
 
 
 def found_in(path: Path, changes: dict, **launch) -> list[tuple[str, str]]:

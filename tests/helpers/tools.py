@@ -40,16 +40,17 @@ def without_rules(*names: str) -> Iterator[None]:
 
     conditions = rules.conditions
 
-    def others(*found: dict):
+    def but_these(*found: dict):
         return conditions(*({name: holds for name, holds in each.items() if name not in names} for each in found))
 
     with contextlib.ExitStack() as off:
         if names:
             for module in (rules, deepspeed_rules):
-                off.enter_context(mock.patch.object(module, "conditions", others))
+                off.enter_context(mock.patch.object(module, "conditions", but_these))
         else:
-            for name in ("rule_findings", "deepspeed_findings"):
-                off.enter_context(mock.patch.object(preflight, name, lambda *_: []))
+            rules_of_all = (preflight.rule_findings, preflight.deepspeed_findings)
+            others = tuple(check for check in preflight.OF_ITS_STRATEGY if check not in rules_of_all)
+            off.enter_context(mock.patch.object(preflight, "OF_ITS_STRATEGY", others))
         yield
 
 

@@ -2,7 +2,7 @@
 
 import run_sft
 from tests.helpers.tools import before
-from zero_recipes.model import trained_parts
+from zero_recipes.model.trained import trained_parts
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
 

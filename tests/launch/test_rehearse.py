@@ -498,7 +498,7 @@ def test_layers_that_the_small_model_lacks_are_no_misspelt_names(tmp_path, monke
     words = launches.command_of(rehearsal, tmp_path / "longest")
     (word,) = [word for word in words if word.startswith("--ignore=")]
     assert {*word.removeprefix("--ignore=").split(",")} == {*ignored, *CODES}
-    _, findings = preflight(recipe, recipes.recipe_in_force(recipe), rehearsal.words, TWO, rehearsal=True)
+    _, findings = preflight(recipe, recipes.recipe_in_force(recipe), rehearsal.words, TWO, starts_now=False)
     (found,) = [finding for finding in findings if finding.code == "ZR446"]
     assert found.level == ("warning" if "ZR446" in ignored else "error")
 

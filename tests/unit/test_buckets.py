@@ -10,7 +10,8 @@ from tests.helpers.plan_jobs import job, recipe
 from tests.helpers.tiny import ROOT
 from zero_recipes.config.ds_config import COPIES, LINEAR, ModelSize, fill_own_autos
 from zero_recipes.config.strategy import resolve_strategy
-from zero_recipes.model import build_on_meta, decoder_layers, size_of
+from zero_recipes.model.build import build_on_meta
+from zero_recipes.model.meta import decoder_layers, size_of
 from zero_recipes.tools.plan.job import job_of, known_models
 
 MARKED = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())

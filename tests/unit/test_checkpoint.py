@@ -24,7 +24,7 @@ from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED
 from zero_recipes.engine.huggingface import load_without_code, not_plain
-from zero_recipes.model import config_of_file
+from zero_recipes.model.config import config_of_file
 from zero_recipes.training.trainer import rotate
 
 FACTS = {"strategy": "zero2", "zero_stage": 2, "world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 4}

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from tests.helpers import fake_cuda, flash_stand_in
-from zero_recipes import model as load
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.engine.deepspeed import state_bytes
 from zero_recipes.engine.huggingface import attention_name
@@ -24,6 +23,7 @@ from zero_recipes.metrics.failure import write_failure
 from zero_recipes.metrics.flops import ModelFlops
 from zero_recipes.metrics.probe import UsedFlops
 from zero_recipes.metrics.schema import Metrics, PredictedMetrics, RunIdentity
+from zero_recipes.model import load
 
 MIB = 2**20
 

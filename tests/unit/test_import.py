@@ -169,7 +169,7 @@ def warned_of(path):
     file = read_recipe_file(path)
     file |= {"model_name_or_path": str(BASE), "use_cpu": True}
     file.pop("chat_template_path", None)
-    _, findings = preflight(path, file, [], {}, rehearsal=True)
+    _, findings = preflight(path, file, [], {}, starts_now=False)
     return [found for found in findings if found.code == "ZR823" and found.level == "warning"]
 
 

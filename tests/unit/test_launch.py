@@ -43,7 +43,7 @@ from zero_recipes.engine import group
 from zero_recipes.engine.group import start_process_group
 from zero_recipes.engine.kernels import build, is_compiled, remove_stale_locks
 from zero_recipes.engine.warnings import quieten_loggers
-from zero_recipes.model import size_of
+from zero_recipes.model.meta import size_of
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.plan.job import read_strategies
 from zero_recipes.training import inputs
@@ -116,7 +116,7 @@ def test_a_recipe_with_a_ds_config_under_accelerate(root, launched, overrides, c
     """The same ds_config is taken, another refused; where the launch has none, the recipe's counts."""
     path = Path("recipes/pythia-zero2.yaml")
     environment = environment_of_launch(Path("accelerate_configs", launched), None) | {"WORLD_SIZE": "2"}
-    run, findings = preflight(path, recipes.read_recipe_file(path), overrides, environment, rehearsal=True)
+    run, findings = preflight(path, recipes.read_recipe_file(path), overrides, environment, starts_now=False)
     assert [found.code for found in findings if found.code in ("ZR201", "ZR311")] == ([code] if code else [])
     if code is None:
         assert run.strategy.name == (Path(launched).stem if overrides else "zero2")

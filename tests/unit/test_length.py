@@ -21,7 +21,7 @@ from tests.helpers.tiny import settings_with
 from zero_recipes.checks.schedule import CODES, length_described, schedule_findings, schedule_of
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.model import position_limit
+from zero_recipes.model.positions import position_limit
 from zero_recipes.tools import main as cli
 
 ALONE = Strategy("ddp", 2)

@@ -8,7 +8,9 @@ import os
 import re
 import socket
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
@@ -34,7 +36,7 @@ from zero_recipes.checks import machine as machines
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, Refusal, print_ending
 from zero_recipes.core.host import Host
-from zero_recipes.model import load_config
+from zero_recipes.model.config import load_config
 from zero_recipes.tools import main as cli
 
 # the driver and the cards
@@ -197,11 +199,18 @@ def test_a_silent_hub_is_asked_once_and_then_left_alone(tmp_path, online, monkey
 def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_checked(tmp_path):
     settings = sound_settings(tmp_path)
     run = run_of(settings, device="cpu", output_dir=tmp_path, config=load_config(settings))
-    for rehearsal, level in ((False, "error"), ("here", "error"), ("elsewhere", "warning")):
-        (finding,) = machines.machine_findings(run, machine(tmp_path, lacks=CXX), rehearsal)
+    asked_for_a_cpu = SimpleNamespace(settings=settings.replace(use_cpu=True))
+    asked_for_gpus = SimpleNamespace(settings=settings.replace(use_cpu=False))
+    for starts_now, recipe, level in (
+        (True, asked_for_gpus, "error"),
+        (False, asked_for_a_cpu, "error"),
+        (False, asked_for_gpus, "warning"),
+    ):
+        looked_at = replace(run, recipe=recipe, starts_now=starts_now)
+        (finding,) = machines.machine_findings(looked_at, machine(tmp_path, lacks=CXX))
         assert (finding.level, finding.scope) == (level, "machine")
-        assert finding.what.startswith("on this machine") == (rehearsal == "elsewhere")
-    assert machines.machine_findings(run, machine(tmp_path / "fixed"), False) == []
+        assert finding.what.startswith("on this machine") == (level == "warning")
+    assert machines.machine_findings(run, machine(tmp_path / "fixed")) == []
 
 
 def test_check_refuses_a_machine_that_the_recipe_means(tmp_path, monkeypatch, capsys):

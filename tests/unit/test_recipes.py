@@ -12,7 +12,7 @@ from tests.helpers.tools import refusal_of
 from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal
-from zero_recipes.model import adapter_config
+from zero_recipes.model.config import adapter_config
 from zero_recipes.tools import main as cli
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -234,7 +234,7 @@ def test_a_launch_that_would_be_another_run_is_refused(resharded, tmp_path, monk
         config = json.dumps(json.loads((ROOT / "ds_configs" / "zero2.json").read_text()) | config)
     if config is not None:
         argv += ["--deepspeed", config if config.startswith("{") else f"ds_configs/{config}.json"]
-    _, findings = preflight(recipe, recipes.read_recipe_file(recipe), argv, {}, rehearsal=True)
+    _, findings = preflight(recipe, recipes.read_recipe_file(recipe), argv, {}, starts_now=False)
     assert [finding.code for finding in findings if finding.level == "error"] == codes
 
 

@@ -38,7 +38,7 @@ from tests.helpers.tiny import ROOT, llama_config, settings_with, write_experts,
 from tests.helpers.tools import refusal_of
 from zero_recipes.checks import rules
 from zero_recipes.checks.capacity import nvme_findings
-from zero_recipes.checks.rehearsal import parser_findings
+from zero_recipes.checks.deepspeed_objects import parser_findings
 from zero_recipes.checks.rules import options
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos
@@ -47,7 +47,8 @@ from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import described, table
 from zero_recipes.core.host import Host
 from zero_recipes.engine import kernels
-from zero_recipes.model import load_config, size_of
+from zero_recipes.model.config import load_config
+from zero_recipes.model.meta import MetaModel, size_of
 from zero_recipes.tools import main as cli
 
 
@@ -112,15 +113,15 @@ def test_weights_in_mxfp4_are_not_trained_where_their_kernels_are(packages, stop
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: name in packages or None)
     run = Run(None, settings_with(), {}, Strategy("ddp", 1, DsConfig({}), ""), "cuda", {})
     quantized = SimpleNamespace(quantization_config={"quant_method": "mxfp4"})
-    assert bool(rules.stops_late(replace(run, config=quantized))["mxfp4_kernels"]) == stops
-    assert not rules.stops_late(replace(run, config=SimpleNamespace()))["mxfp4_kernels"]
+    assert bool(rules.stops_late(replace(run, meta=MetaModel(quantized, run.settings)))["mxfp4_kernels"]) == stops
+    assert not rules.stops_late(replace(run, meta=MetaModel(SimpleNamespace(), run.settings)))["mxfp4_kernels"]
 
 
 @pytest.mark.parametrize("named, in_config, warned", [(None, 0.9, True), (None, 0.001, False), (0.0, 0.9, False)])
 def test_a_loud_loss_of_the_routers_is_said(named, in_config, warned):
     settings = settings_with(router_aux_loss_coef=named)
     config = SimpleNamespace(router_aux_loss_coef=in_config)
-    run = Run(None, settings, {}, Strategy("ddp", 1, DsConfig({}), ""), "cuda", {}, config)
+    run = Run(None, settings, {}, Strategy("ddp", 1, DsConfig({}), ""), "cuda", {}, MetaModel(config, settings))
     assert ("ZR466" in [found.code for found in rules.rule_findings(run)]) == warned
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from tests.helpers.faults import findings_in, run_of
 from tests.helpers.tiny import llama_config, write_recipe
 from zero_recipes.checks.adapter_rules import trained_without_memory
-from zero_recipes.model import trained_parts
+from zero_recipes.model.trained import trained_parts
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}

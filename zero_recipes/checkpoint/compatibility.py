@@ -27,7 +27,9 @@ from zero_recipes.config.keys import tables
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, downgraded, finding, first_line, ignored_codes, raise_errors
-from zero_recipes.model import adapter_config, built_or_none, config_of_file, report_of_folder
+from zero_recipes.model.build import built_or_none
+from zero_recipes.model.config import adapter_config, config_of_file
+from zero_recipes.model.load import report_of_folder
 
 _KEYS = tables()["resume"]
 DECIDES = tuple(_KEYS["decides"])  # with other values it is another training
@@ -158,7 +160,7 @@ def _other_weights(folder: Path, settings: Settings, config: PretrainedConfig) -
 def _other_model(folder: Path, settings: Settings, config: PretrainedConfig) -> str | None:
     try:
         report = report_of_folder(folder, config, settings.trust_remote_code)
-    except Exception:  # a model's own code may raise anything: the rehearsal reports that
+    except Exception:  # a model's own code may raise anything: making TRL's trainer reports that
         return None
     for kind in ("mismatched_keys", "missing_keys", "unexpected_keys"):
         if report[kind]:
@@ -192,7 +194,7 @@ def _other_adapter(
     try:
         with torch.device("meta"):
             made = get_peft_model_state_dict(get_peft_model(base, adapter), save_embedding_layers=False)
-    except Exception:  # peft looks each value up in tables of its own: the rehearsal reports that
+    except Exception:  # peft looks each value up in tables of its own: making TRL's trainer reports that
         return None
     missing = sorted(made.keys() - entries.keys())
     unexpected = sorted(entries.keys() - made.keys() - names_of_base)  # PEFT saves resized embeddings too

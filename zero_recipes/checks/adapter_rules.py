@@ -17,7 +17,8 @@ from zero_recipes.config.ds_config import quiet
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.model import adapter_config, built_or_none, trained_parts
+from zero_recipes.model.config import adapter_config
+from zero_recipes.model.trained import trained_parts
 
 # TRL's keys, by the names that PEFT has for them
 TRL_KEYS = {
@@ -38,17 +39,15 @@ class Named(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def adapted_model(run: Run) -> Any:
-    """The model with its adapter, as PEFT makes it, without memory. None where there is none, or PEFT refuses it: the
-    rehearsal reports that."""
+    """The model with its adapter, without weights. None where there is none, or PEFT refuses it: making TRL's trainer
+    reports that."""
     import peft
 
-    if not run.settings.use_peft or run.config is None:
-        return None
-    model = built_or_none(run.config, run.settings.trust_remote_code)
-    if model is None:
+    if not run.settings.use_peft or bare_model(run) is None:
         return None
     try:
         with quiet():
+            model = copy.deepcopy(bare_model(run))
             return peft.get_peft_model(model, adapter_config(run.settings), low_cpu_mem_usage=True)
     except Exception:  # libraries raise whatever they like
         return None

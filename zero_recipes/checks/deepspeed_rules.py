@@ -13,7 +13,7 @@ from zero_recipes.config.ds_config import FORCED, OF_CPU_ADAM, parsed_zero
 from zero_recipes.config.keys import tables
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.model import decoder_layers
+from zero_recipes.model.meta import decoder_layers
 
 PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket_size (runtime/zero/config.py)
 ADAMS = ("adam", "adamw")  # those of a ds_config's optimizer block that become DeepSpeedCPUAdam

@@ -25,9 +25,10 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 BF16_FROM = (8, 0)  # NVIDIA's CUDA programming guide, compute capabilities: arithmetic by data type
 
 
-def machine_findings(run: Run, host: Host, rehearsal: str | bool) -> list[Finding]:
-    """`rehearsal`: False in a run; "here" where it is meant for this machine; "elsewhere" where there is no GPU and the
-    recipe does not ask for a CPU: errors are warnings that say "on this machine".
+def machine_findings(run: Run, host: Host) -> list[Finding]:
+    """What this machine lacks for the run.
+
+    Warnings that say "on this machine" where a recipe for GPUs is only looked at on a machine without one.
     """
     environment = run.environment
     here = run.ranks_per_node
@@ -41,7 +42,8 @@ def machine_findings(run: Run, host: Host, rehearsal: str | bool) -> list[Findin
     if run.device == "cuda" and int(environment.get("LOCAL_RANK", 0)) == 0:
         findings += card_findings(run.precision)
         findings += count_findings(run.strategy, here, environment)
-    if rehearsal == "elsewhere":
+    is_meant_for_gpus = run.device == "cpu" and not run.recipe.settings.use_cpu
+    if not run.starts_now and is_meant_for_gpus:
         findings = [replace(f, what=f"on this machine: {f.what}", level="warning") for f in findings]
     return [replace(f, scope="machine") for f in findings]
 

@@ -4,7 +4,6 @@ What a library refuses before weights are loaded has no rule: the rehearsal make
 of rules that are no more than a condition are in options.yaml.
 """
 
-import functools
 import importlib.util
 import math
 import re
@@ -25,7 +24,8 @@ from zero_recipes.data.audit import RowKeys
 from zero_recipes.engine.fp32_parameters import fp32_parameters
 from zero_recipes.engine.fsdp import has_final_norm
 from zero_recipes.engine.huggingface import attention_kernel
-from zero_recipes.model import adapter_config, built_or_none, packed_share
+from zero_recipes.model.config import adapter_config
+from zero_recipes.model.meta import packed_share
 
 # the texts of rules that are no more than a condition, and tables of values
 options = partial(package_yaml, __package__, "options.yaml")
@@ -35,12 +35,9 @@ LOUD = 0.1  # a coefficient; most models have 0.001 to 0.02
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
 
 
-@functools.lru_cache(maxsize=1)
 def bare_model(run: Run) -> PreTrainedModel | None:
-    """Without memory. None where its configuration is not at hand, or its class cannot be built so."""
-    if run.config is None:
-        return None
-    return built_or_none(run.config, run.settings.trust_remote_code)
+    """The run's model without weights. None where its configuration is not at hand, or its class raises."""
+    return None if run.meta is None else run.meta.model
 
 
 def rule_findings(run: Run) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from zero_recipes.checks.rehearsal import HIDDEN_SIZE, fill_auto, warmup_of
+from zero_recipes.checks.filled import HIDDEN_SIZE, fill_auto, warmup_of
 from zero_recipes.config.ds_config import quiet
 from zero_recipes.config.recipe import Settings, steps_by_epochs
 from zero_recipes.config.run import Run
@@ -15,7 +15,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.units import counted
 from zero_recipes.data.audit import Audit
-from zero_recipes.model import position_findings
+from zero_recipes.model.positions import position_findings
 
 CODES = ("ZR174", "ZR217", "ZR868")  # what is found in a schedule
 NEAR_PEAK = 0.95  # of learning_rate: DeepSpeed's WarmupCosineLR comes near it and never there
@@ -46,7 +46,7 @@ class Schedule:
 
 def schedule_of(settings: Settings, strategy: Strategy, steps: int) -> Schedule | None:
     """None where the loss decides, where there is no peak, and where the library refuses: its own objects are made
-    elsewhere (checks/rehearsal.py), and what they raise is a finding."""
+    elsewhere (checks/trl_objects.py), and what they raise is a finding."""
     block = strategy.ds.raw.get("scheduler")
     name = f"lr_scheduler_type {getattr(settings.lr_scheduler_type, 'value', settings.lr_scheduler_type)}"
     rate = None
@@ -141,8 +141,8 @@ def length_findings(run: Run, audit: Audit, sequences: int | None) -> Iterator[F
 
     `sequences`: training rows or packs; None for a stream, of which the audit has seen the beginning.
     """
-    if run.config is not None:
-        yield from position_findings(run.config, run.settings, audit.longest_sequence)
+    if run.meta is not None:
+        yield from position_findings(run.meta, audit.longest_sequence)
     steps = steps_of(run.settings, run.strategy, sequences)
     if steps is not None and run.settings.max_steps <= 0:
         yield from schedule_findings(run.settings, run.strategy, steps)

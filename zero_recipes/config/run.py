@@ -1,4 +1,4 @@
-"""One run: what recipe, command line, launcher and machine decide together."""
+"""One run: what recipe, command line, launcher and machine decide together (checks/resolve.py)."""
 
 import os
 from collections.abc import Mapping
@@ -12,12 +12,15 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import Recipe, Settings, TrlArguments, computed_in, loaded_dtype, trl_arguments
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import refusal
+from zero_recipes.core.host import Gpu
 from zero_recipes.core.process import local_world_size
+
+UNDECIDED = "undecided"  # the name of a strategy that could not be resolved
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Nothing writes into it; `resuming_from` makes another."""
+    """One run, decided. Nothing writes into it; `resuming_from` makes another."""
 
     recipe: Recipe  # as written
     settings: Settings  # every key in force: the recipe's, the command line's, what launcher and machine decide
@@ -25,7 +28,19 @@ class Run:
     strategy: Strategy
     device: str  # "cpu" or "cuda"
     environment: Mapping[str, str]  # the launcher's
-    config: Any = None  # the model's configuration; None where it is not at hand
+    meta: Any = None  # the model without weights (model/meta.py); None where its configuration is not at hand
+    starts_now: bool = True  # False where it is only looked at (zero-recipes check)
+    gpu: Gpu | None = None  # where it would start on another machine: its cards
+
+    @property
+    def is_decided(self) -> bool:
+        """False where no strategy could be resolved, which refuses the run."""
+        return self.strategy.name != UNDECIDED
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration; None where it is not at hand."""
+        return None if self.meta is None else self.meta.config
 
     @property
     def output_dir(self) -> Path:
@@ -94,21 +109,21 @@ def choose_device(use_cpu: bool) -> str:
 
 
 def settings_in_force(
-    recipe: Recipe, strategy: Strategy | None, device: str, accumulation: int | None
+    recipe: Recipe, strategy: Strategy, device: str, accumulation: int | None
 ) -> tuple[Settings, Mapping[str, Any]]:
-    """(settings, explicit) of a run."""
+    """Add what launcher and machine decide to a recipe's keys. Returns (settings, explicit) of a run."""
     decided: dict[str, Any] = {"output_dir": str(recipe.output_dir)}
     if device == "cpu":
         decided["use_cpu"] = True
     if accumulation is not None:
         decided["gradient_accumulation_steps"] = accumulation
-    if strategy is not None and strategy.is_fsdp:
+    if strategy.is_fsdp:
         decided["fsdp"] = True
         decided["fsdp_config"] = strategy.fsdp_config
-    if strategy is not None and strategy.is_deepspeed:
+    if strategy.is_deepspeed:
         decided["deepspeed"] = strategy.ds_config.raw
     settings = recipe.settings.replace(**decided)
-    if strategy is not None and not strategy.is_fsdp:
+    if not strategy.is_fsdp and strategy.name != UNDECIDED:
         settings = settings.replace(fsdp=None)  # false and empty lists mean the same
     return settings, MappingProxyType({**recipe.explicit, **decided})
 

@@ -18,7 +18,7 @@ from zero_recipes.engine.group import gather_rows
 from zero_recipes.engine.patches import share_not_quantized
 from zero_recipes.metrics import probe, schema
 from zero_recipes.metrics.communication import CommunicationCounter
-from zero_recipes.model import parameter_counts
+from zero_recipes.model.trained import parameter_counts
 
 
 def strategy_of(args) -> Strategy:

@@ -23,7 +23,8 @@ from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_
 from zero_recipes.engine.attention import allow_cudnn
 from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.metrics.scores import load_metrics
-from zero_recipes.model import load_config, load_model
+from zero_recipes.model.config import load_config
+from zero_recipes.model.load import load_model
 from zero_recipes.tools.verify import has_tokenizer, verify
 from zero_recipes.training import answers as sampling
 

@@ -17,7 +17,8 @@ def check(arguments: argparse.Namespace) -> int:
     with working("importing the libraries"):
         from zero_recipes.checks import predicted
         from zero_recipes.checks.adapter_rules import trained_without_memory
-        from zero_recipes.checks.preflight import preflight, resolved_ds_config
+        from zero_recipes.checks.deepspeed_objects import resolved_ds_config
+        from zero_recipes.checks.preflight import preflight
         from zero_recipes.checks.schedule import length_described
         from zero_recipes.config.accelerate import file_findings, file_named, launched_as_named, launched_environment
 
@@ -33,7 +34,7 @@ def check(arguments: argparse.Namespace) -> int:
         environment = launched_environment(launch_file, arguments.num_processes)
     gpu = gpu_named(arguments.gpu, gpus()) if arguments.gpu else None
     with working(f"checking {arguments.recipe}"):
-        run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True, gpu=gpu)
+        run, findings = preflight(arguments.recipe, mapping, overrides, environment, starts_now=False, gpu=gpu)
         if run is not None:
             findings += predicted.rehearsed(run, environment, gpu)
     if mapping.get("trust_remote_code") and run is not None and not run.settings.trust_remote_code:
@@ -100,7 +101,7 @@ def data_findings(run) -> list:
     from zero_recipes.checks.schedule import length_described, length_findings
     from zero_recipes.data import audit, load, prepare
     from zero_recipes.data.samples import with_tokens
-    from zero_recipes.model import refuse_unknown_tokens
+    from zero_recipes.model.positions import refuse_unknown_tokens
 
     settings = run.settings.replace(**recipes.WITHOUT_LAUNCH)
     training_args = recipes.trl_arguments(settings, run.recipe.path).training

@@ -2,16 +2,16 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from trl import SFTConfig
 
-from zero_recipes import model as models
 from zero_recipes.checkpoint.compatibility import refuse_other_data
+from zero_recipes.checks.deepspeed_objects import resolved_ds_config
 from zero_recipes.checks.predicted import planning
-from zero_recipes.checks.preflight import resolved_ds_config
 from zero_recipes.checks.rules import told_where_rows_begin
 from zero_recipes.checks.schedule import length_findings
 from zero_recipes.config.run import Run
@@ -22,9 +22,12 @@ from zero_recipes.data.prepare import Prepared, prepare_rows
 from zero_recipes.engine import attention, fsdp, patches
 from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.fp32_parameters import keep_parameters_in_fp32
-from zero_recipes.engine.group import once
+from zero_recipes.engine.group import once, once_per_node
 from zero_recipes.engine.huggingface import attention_name
 from zero_recipes.metrics.schema import PredictedMetrics
+from zero_recipes.model import load
+from zero_recipes.model.config import adapter_config
+from zero_recipes.model.positions import refuse_unknown_tokens
 from zero_recipes.training.card import hub
 from zero_recipes.training.token_loss import share_sequences
 
@@ -35,7 +38,6 @@ class Inputs:
 
     arguments: SFTConfig  # SFTTrainer takes the rows as they are
     peft_config: Any  # None without an adapter
-    config: PreTrainedConfig  # of the model
     data: Prepared
     predicted: PredictedMetrics | None  # None where nothing was planned
     ds_config: dict[str, Any] | None  # as it is in force; None without DeepSpeed
@@ -46,22 +48,21 @@ def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
     """The libraries are set up for this run. Collective. Raises Refusal on all ranks."""
     settings = run.settings
     arguments = run.trl_arguments().training
-    peft_config = models.adapter_config(settings, has_weights=True)
+    peft_config = adapter_config(settings, has_weights=True)
     _set_up_libraries(run, arguments)
     with clock.phase("model"):
-        config = models.load_config(settings)
-        models.refuse_other_keys(config, settings)
+        once_per_node(partial(load.refuse_other_keys, run.config, settings), "reads the names of the model's tensors")
     _log_in(run, arguments)
     arguments.push_to_hub = False  # the Trainer would push its folder as it is, and at each save
     arguments.model_init_kwargs = None  # of load_model; SFTTrainer would warn that it ignores them
     with clock.phase("data"), planning(run) as planned:
         data = prepare_rows(settings, arguments, load_tokenizer(settings), run.strategy.replicas)
-        models.refuse_unknown_tokens(config, settings, data.audit.largest_id)
+        refuse_unknown_tokens(run.config, settings, data.audit.largest_id)
         findings = downgraded(list(length_findings(run, data.audit, data.rows)), ignored_codes(settings.ignore))
         raise_errors(findings)
         predicted = planned()
     ds_config = resolved_ds_config(run, data.rows)
-    return Inputs(arguments, peft_config, config, data, predicted, ds_config, findings)
+    return Inputs(arguments, peft_config, data, predicted, ds_config, findings)
 
 
 def load_model(run: Run, inputs: Inputs, clock: PhaseClock) -> PreTrainedModel:
@@ -69,7 +70,7 @@ def load_model(run: Run, inputs: Inputs, clock: PhaseClock) -> PreTrainedModel:
     data = inputs.data
     refuse_other_data(run.checkpoint, run.settings, data.data_sha256, data.evaluation_sha256)
     with clock.phase("model"):
-        return models.load_model(inputs.config, run.settings)
+        return load.load_model(run.config, run.settings, run.meta.model)
 
 
 def _set_up_libraries(run: Run, arguments: SFTConfig) -> None:

@@ -29,7 +29,7 @@ from zero_recipes.engine.group import once, rank_0_writes
 from zero_recipes.engine.nvme import swap_space
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import keep_failure, not_begun, write_failure
-from zero_recipes.model import parameter_counts, trained_parts
+from zero_recipes.model.trained import parameter_counts, trained_parts
 from zero_recipes.training.card import hub, push, write_card
 from zero_recipes.training.inputs import Inputs
 
@@ -88,7 +88,7 @@ class Session:
             ends_with_training=False,
             name=run.recipe.name,
             model=run.recipe.settings.model_name_or_path,
-            model_revision=getattr(inputs.config, "_commit_hash", None),
+            model_revision=getattr(run.config, "_commit_hash", None),
             precision=run.precision,
             recipe_sha256=run.recipe.sha256,
         )

@@ -44,7 +44,8 @@ from zero_recipes.engine.optimizers import give_defaults
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import is_disk_full, is_echo, is_out_of_memory, is_unwritten
 from zero_recipes.metrics.scores import load_metrics
-from zero_recipes.model import config_of_file, loaded_values
+from zero_recipes.model.config import config_of_file
+from zero_recipes.model.load import loaded_values
 from zero_recipes.training import answers
 from zero_recipes.training.as_asked import OptimizerProof
 from zero_recipes.training.card import write_card
@@ -187,7 +188,7 @@ class ZeroSFTTrainer(SFTTrainer):
             token_metrics=settings.token_metrics,
             loraplus_lr_ratio=settings.loraplus_lr_ratio,
             manifest_facts=facts,
-            loaded_values=functools.partial(loaded_values, config=inputs.config, settings=settings),
+            loaded_values=functools.partial(loaded_values, config=run.config, settings=settings),
             building=functools.partial(rows_are_cut, inputs.arguments),
         )
         callbacks = [metrics, StopAtDivergence(metrics, settings.stop_after_nonfinite_steps)]

@@ -60,7 +60,9 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
     from peft import get_peft_model
     from transformers import AutoConfig
 
-    from zero_recipes.model import adapter_config, build_on_meta, decoder_layers, packed_elements
+    from zero_recipes.model.build import build_on_meta
+    from zero_recipes.model.config import adapter_config
+    from zero_recipes.model.meta import decoder_layers, packed_elements
 
     with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
         config = AutoConfig.for_model(**raw)

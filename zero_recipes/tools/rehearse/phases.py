@@ -26,7 +26,7 @@ from zero_recipes.data.prepare import rows_at_hand
 from zero_recipes.metrics.read_runs import metric_errors, read_samples
 from zero_recipes.metrics.schema import Metrics
 from zero_recipes.metrics.scores import load_metrics, metric_finding, metric_findings
-from zero_recipes.model import size_of
+from zero_recipes.model.meta import size_of
 from zero_recipes.tools.rehearse.equality import EqualLaunch, judged_equal
 from zero_recipes.tools.verify import verify
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
-from zero_recipes import model as models
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Settings
+from zero_recipes.model.config import adapter_config
 from zero_recipes.tools.rehearse import observed
 
 # How far apart fp32 sums in another order may come, as shares. Another optimizer, or gradients that are not summed over
@@ -132,7 +132,7 @@ def plain_model(settings: Settings) -> torch.nn.Module:
         trust_remote_code=settings.trust_remote_code,
     )
     model.config.use_cache = False
-    adapter = models.adapter_config(settings)
+    adapter = adapter_config(settings)
     if adapter is not None:
         import peft
 

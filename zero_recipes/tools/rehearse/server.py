@@ -108,10 +108,10 @@ def import_libraries(argv: list[str]) -> str:
     path, overrides = split_command_line(argv)
     mapping = recipe_in_force(path)  # sets the recipe's `env:`
     with quiet_imports():
-        from zero_recipes.checks import preflight
+        from zero_recipes.config.run import choose_device
 
         settings = parse_recipe(path, mapping, overrides).settings
-        device = preflight.choose_device(settings.use_cpu)  # sets what DeepSpeed, imported next, goes by
+        device = choose_device(settings.use_cpu)  # sets what DeepSpeed, imported next, goes by
         for name in IMPORTED:
             importlib.import_module(name)
     return device

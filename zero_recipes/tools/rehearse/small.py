@@ -6,10 +6,12 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
 
-from zero_recipes import model as models
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import library_error_as_finding
+from zero_recipes.model.config import load_config
+from zero_recipes.model.load import load_model
+from zero_recipes.model.trained import parameter_counts
 from zero_recipes.tools.plan.simulator.layers import entries_by_layer
 
 SIZES = package_yaml(__package__, "rehearsal.yaml")["small_model"]
@@ -24,7 +26,7 @@ def make_small(settings: Settings, folder: Path, layers: int | None) -> str:
     source = files_of(settings)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*SIZES["not_copied"]))
     small = settings.replace(model_name_or_path=str(folder), model_revision=None, random_weights=True)
-    config = models.load_config(small)
+    config = load_config(small)
     with library_error_as_finding(f"making a smaller {settings.model_name_or_path} (--layers 2 keeps its width)"):
         cuts = cut_layers(config.get_text_config(), layers or SIZES["layers"])
         tower = getattr(config, "vision_config", None)
@@ -33,13 +35,13 @@ def make_small(settings: Settings, folder: Path, layers: int | None) -> str:
         if layers is None:
             cuts += cut_width(config.get_text_config(), settings.sequence_parallel_size)
         vars(config).pop("quantization_config", None)
-        model = models.load_model(config, small)
+        model = load_model(config, small)
     if config.dtype is not None:
         model.to(config.dtype)  # as its files have it
     model.save_pretrained(folder)
     if (source / GENERATION).is_file():
         shutil.copy(source / GENERATION, folder)
-    parameters, _ = models.parameter_counts(model)
+    parameters, _ = parameter_counts(model)
     cuts.append(f"the whole vocabulary, random weights: {parameters:,} parameters")
     return f"{type(model).__name__} with {', '.join(cuts)}"
 

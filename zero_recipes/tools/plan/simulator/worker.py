@@ -44,7 +44,9 @@ from zero_recipes.engine.patches import (
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
-from zero_recipes.model import adapter_config, parameter_counts, size_of
+from zero_recipes.model.config import adapter_config
+from zero_recipes.model.meta import size_of
+from zero_recipes.model.trained import parameter_counts
 from zero_recipes.tools.plan.job import Job
 from zero_recipes.tools.plan.simulator import device, stand_ins
 from zero_recipes.tools.plan.simulator.stand_ins import TABLES

@@ -1,0 +1,108 @@
+"""Decide a run: what recipe, command line, launcher and machine come to together, before anything is checked."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from zero_recipes.checkpoint.output_dir import refuse_long_name
+from zero_recipes.checkpoint.resume import batch_kept, checkpoint_to_resume, requested_batch, requested_in
+from zero_recipes.checks.machine import offline_where_unreachable
+from zero_recipes.config.accelerate import launch_key_findings, launch_of
+from zero_recipes.config.keys import key_types, recipe_findings
+from zero_recipes.config.recipe import Recipe, RecipeFile, derive_accumulation, parse_recipe
+from zero_recipes.config.run import UNDECIDED, Run, choose_device, settings_in_force
+from zero_recipes.config.strategy import Strategy, resolve_strategy
+from zero_recipes.core.findings import Finding, collected, library_error_as_finding
+from zero_recipes.core.host import Gpu
+from zero_recipes.model.config import load_config
+from zero_recipes.model.meta import MetaModel
+
+
+class Resolved(NamedTuple):
+    """A run, and what about it could not be decided."""
+
+    run: Run | None  # None where the recipe cannot be read
+    findings: list[Finding]
+
+
+@library_error_as_finding("checking the recipe")
+def resolve(
+    path: Path,
+    mapping: RecipeFile,
+    overrides: list[str],
+    environment: Mapping[str, str],
+    starts_now: bool = True,
+    gpu: Gpu | None = None,
+) -> Resolved:
+    """Decide everything about a run. What cannot be decided is left out, with a finding, and the rest goes on.
+
+    Args:
+        path, mapping: the recipe's file, and what `recipe_in_force` has read of it.
+        overrides: "--key", "value", ... of the command line.
+        environment: the launcher's.
+        starts_now: False where the run is only looked at (zero-recipes check).
+        gpu: a card that this machine need not have; the run is decided for such cards.
+
+    Nothing is written. It sets what libraries read when they are imported: DS_ACCELERATOR, HF_HUB_OFFLINE.
+    """
+    findings: list[Finding] = []
+
+    def attempt(decide: Callable, *arguments: Any) -> Any:
+        """None where `decide` refuses; its findings are added."""
+        with collected(findings):
+            return decide(*arguments)
+
+    recipe = attempt(_read, path, mapping, overrides, environment, findings)
+    if recipe is None:
+        return Resolved(None, findings)
+    written = recipe.settings
+    findings += offline_where_unreachable(written)
+    device = choose_device(written.use_cpu or gpu is not None)
+    if gpu is not None and not written.use_cpu:
+        device = "cuda"
+    placed = written.replace(use_cpu=device == "cpu")
+    loaded = placed if gpu is None else placed.replace(attn_implementation="sdpa")  # flash attention is its card's
+    meta = attempt(lambda: MetaModel(load_config(loaded), loaded))
+    strategy = attempt(resolve_strategy, placed, environment, lambda _: meta and meta.size)
+    world_size = int(environment.get("WORLD_SIZE", 1))
+    strategy = strategy or Strategy(UNDECIDED, world_size)
+    requested = requested_in(recipe.output_dir, written)
+    checkpoint = attempt(checkpoint_to_resume, recipe.output_dir, requested, written.overwrite)
+    kept = {}  # a checkpoint to go on from keeps its batch
+    accumulation = None
+    if strategy.name != UNDECIDED:
+        batch = requested_batch(written)
+        kept = attempt(batch_kept, recipe.output_dir, requested, batch, strategy.world_size) or {}
+        if not kept:
+            accumulation = attempt(derive_accumulation, written, recipe.explicit, strategy.replicas)
+    settings, explicit = settings_in_force(recipe, strategy, device, accumulation)
+    settings = settings.replace(resume_from_checkpoint=checkpoint, **kept)
+    if settings.disable_tqdm is None:  # a moving bar on a terminal, one line per `logging_steps` elsewhere
+        settings = settings.replace(disable_tqdm=not sys.stderr.isatty())
+    explicit = MappingProxyType({**explicit, **kept})
+    run = Run(recipe, settings, explicit, strategy, device, environment, meta, starts_now, gpu)
+    return Resolved(run, findings)
+
+
+def _read(
+    path: Path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str], findings: list[Finding]
+) -> Recipe:
+    """The recipe without the keys that have an error, which are added to `findings`. Raises Refusal."""
+    findings += launch_key_findings(path, mapping, environment)
+    launch_keys = launch_of(mapping)
+    own = {key: value for key, value in mapping.items() if key not in launch_keys}
+    findings += recipe_findings(str(path), own, mapping.lines)
+    wrong = wrong_keys(findings)
+    known = key_types()
+    sound = RecipeFile({key: value for key, value in mapping.items() if key in known and key not in wrong})
+    sound.lines = mapping.lines
+    recipe = parse_recipe(path, sound, overrides)
+    refuse_long_name(recipe.output_dir)
+    return recipe
+
+
+def wrong_keys(findings: list[Finding]) -> set[str | None]:
+    """The recipe's keys that have an error."""
+    return {finding.key for finding in findings if finding.level == "error"}
