@@ -18,9 +18,10 @@ from zero_recipes.checks.machine import driver_findings, gpu_findings, machine_f
 from zero_recipes.checks.rehearsal import fill_auto, parser_findings, trainer_findings
 from zero_recipes.checks.rules import rule_findings
 from zero_recipes.checks.schedule import schedule_findings, steps_of
-from zero_recipes.config.accelerate import launch_key_findings, launch_of, launcher_findings
-from zero_recipes.config.keys import ignore_findings, key_types, recipe_findings
-from zero_recipes.config.recipe import Recipe, RecipeFile, derive_accumulation, parse_recipe
+from zero_recipes.config.accelerate import launcher_findings
+from zero_recipes.config.keys import ignore_findings
+from zero_recipes.config.read import read_recipe
+from zero_recipes.config.recipe import Recipe, RecipeFile, derive_accumulation
 from zero_recipes.config.run import Run, choose_device, refuse_uneven_gpus, settings_in_force
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes, library_error_as_finding
@@ -64,7 +65,7 @@ class Preflight:
         self.rehearsal = rehearsal
         self.gpu = gpu
         self.findings: list[Finding] = []
-        self.wrong_keys: set[str | None] = set()  # of the recipe, that have an error
+        self.wrong_keys: frozenset[str] = frozenset()  # of the recipe, that have an error
 
     def attempt(self, check: Callable, *arguments: Any) -> Any:
         """None where `check` refuses; its findings are added."""
@@ -72,22 +73,12 @@ class Preflight:
             return check(*arguments)
 
     def read(self, path: Path, mapping: RecipeFile, overrides: list[str]) -> Recipe | None:
-        """The recipe without the keys that have an error."""
-        self.findings += launch_key_findings(path, mapping, self.environment)
-        launch_keys = launch_of(mapping)
-        own = {key: value for key, value in mapping.items() if key not in launch_keys}
-        self.findings += recipe_findings(str(path), own, mapping.lines)
-        self.wrong_keys = {finding.key for finding in self.findings if finding.level == "error"}
-        known = key_types()
-        sound = {key: value for key, value in mapping.items() if key in known and key not in self.wrong_keys}
-        sound_file = RecipeFile(sound)
-        sound_file.lines = mapping.lines
-        recipe = self.attempt(parse_recipe, path, sound_file, overrides)
-        if recipe is None:
-            return None
+        """The recipe without the keys that have an error; None where nothing in its folder can be looked up."""
+        recipe, findings, self.wrong_keys = read_recipe(path, mapping, overrides, self.environment)
+        self.findings += findings
         before = len(self.findings)
         self.attempt(refuse_long_name, recipe.output_dir)
-        return recipe if len(self.findings) == before else None  # nothing in such a folder can be looked up
+        return recipe if len(self.findings) == before else None
 
     def decide(self, recipe: Recipe) -> Run | None:
         elsewhere = self.gpu is not None
