@@ -7,7 +7,8 @@ Exit codes: 0 done; 2 refused before training, with one message; 1 anything else
 import os
 import sys
 
-from zero_recipes.config.recipe import recipe_in_force, split_command_line
+from zero_recipes.config.command_line import split_command_line
+from zero_recipes.config.recipe import recipe_in_force
 from zero_recipes.core.findings import print_ending, raise_errors, shown
 from zero_recipes.core.process import PhaseClock, age, end_with_launcher, escape_unprintable, leave, say
 from zero_recipes.engine.warnings import quiet_imports

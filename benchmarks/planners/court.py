@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.config import recipe as recipes
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.core.host import Gpu, gpus
 from zero_recipes.tools.plan import job as plan_job
 from zero_recipes.tools.plan.job import Job
@@ -85,7 +85,7 @@ def job_of_row(row: Row) -> Job:
     """Raises Refusal where the planner does not take the recipe."""
     given = {"model_name_or_path": row["model"], "dataset_name": "rows", "output_dir": "output"} | row["recipe"]
     given |= {"max_steps": 2, "use_peft": row["method"] != "full", "load_in_4bit": row["method"] == "qlora"}
-    recipe, ds_config = recipes.parse_recipe(FOLDER / "rows.yaml", given, []), None
+    recipe, ds_config = parse_recipe(FOLDER / "rows.yaml", given, []), None
     if row["strategy"] not in ("single", "fsdp2"):
         ds_config = plan_job.read_strategies(recipe, [row["strategy"]])[row["strategy"]]
     if ds_config is not None:

@@ -14,6 +14,7 @@ from tests.helpers import cases, drawn_jobs, plain_cases
 from tests.helpers.group import CaseFailed
 from tests.helpers.seeded import write_result
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.tools.rehearse import observed, plain
 
 REFUSED = "refused"
@@ -30,7 +31,7 @@ def outcome(job, groups, folder) -> tuple[str, str]:
     if codes:
         return REFUSED, " ".join(codes)
     path = folder / "recipe.yaml"
-    values = recipes.parse_recipe(path, recipes.recipe_in_force(path), argv[1:]).settings
+    values = parse_recipe(path, recipes.recipe_in_force(path), argv[1:]).settings
     found = plain.compare(folder / "out", values, path)
     if isinstance(found, plain.Equal):
         return "equal", f"{found.losses_apart:.0e}"
@@ -102,7 +103,7 @@ SIMPLE = {
 def compared(folder):
     path = folder / "recipe.yaml"
     argv = ["--output_dir", str(folder / "out")]
-    values = recipes.parse_recipe(path, recipes.recipe_in_force(path), argv).settings
+    values = parse_recipe(path, recipes.recipe_in_force(path), argv).settings
     return plain.compare(folder / "out", values, path)
 
 

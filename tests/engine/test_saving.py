@@ -17,6 +17,7 @@ from zero_recipes.checkpoint import save
 from zero_recipes.checks.capacity import checkpoint_bytes, read_at_resume
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.model.meta import MetaModel
@@ -76,7 +77,7 @@ def test_a_real_checkpoint_is_as_large_as_predicted(trained, strategy):
     run, stage = trained(strategy), int(strategy[4])
     launched = Strategy(strategy, 2, DsConfig({"zero_optimization": {"stage": stage}}), "c.json")
     written = [p for p in (run.folder / "checkpoint-6").rglob("*") if p.suffix in (".safetensors", ".pt")]
-    settings = recipes.parse_recipe(run.recipe, recipes.read_recipe_file(run.recipe), []).settings
+    settings = parse_recipe(run.recipe, recipes.read_recipe_file(run.recipe), []).settings
     psi = run.metrics["parameters"]
     fp16 = SimpleNamespace(dtype=torch.float16)
     predicted = checkpoint_bytes(Run(None, settings, {}, launched, "cpu", {}, MetaModel(fp16, settings)), psi, 2)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from tests.helpers.tiny import write_recipe
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
@@ -59,7 +60,7 @@ def said(findings) -> str:
 def sound_settings(folder: Path) -> Settings:
     """The keys of a recipe in force: full fine-tuning in bf16 that saves a model and no checkpoints."""
     path = write_recipe(folder, save_model=True, random_weights=False)
-    return recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
+    return parse_recipe(path, recipes.read_recipe_file(path), []).settings
 
 
 def ds_config(config: dict, offload: str | None = None, stage: int = 2) -> DsConfig:

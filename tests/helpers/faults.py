@@ -136,12 +136,13 @@ def run_of(path: Path, changes: dict, environment: Mapping[str, str] | None = No
     """The Run of a recipe with changes, on two processes of one node by default."""
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config import strategy as strategies
+    from zero_recipes.config.read import parse_recipe
     from zero_recipes.config.run import Run, settings_in_force
     from zero_recipes.model.config import load_config
     from zero_recipes.model.meta import MetaModel, size_of
 
     environment = environment or TWO
-    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path) | changes, [])
+    recipe = parse_recipe(path, recipes.read_recipe_file(path) | changes, [])
     placed = recipe.settings.replace(use_cpu=device == "cpu")
     strategy = strategies.resolve_strategy(placed, environment, size_of)
     settings, _ = settings_in_force(recipe, strategy, device, None)

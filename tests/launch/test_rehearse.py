@@ -19,6 +19,7 @@ from zero_recipes.checks.preflight import preflight
 from zero_recipes.checks.schedule import CODES
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launch_key_findings, launched_environment
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.failure import not_begun
 from zero_recipes.metrics.schema import Failure
@@ -464,7 +465,7 @@ def test_a_recipe_that_names_its_launch_is_rehearsed_on_other_processes(tmp_path
     named, launched = (recipes.recipe_in_force(path) for path in (recipe, rehearsal.recipe))
     assert [found.code for found in launch_key_findings(recipe, named, environment)] == ["ZR347"]
     assert list(launch_key_findings(rehearsal.recipe, launched, environment)) == []
-    assert recipes.parse_recipe(recipe, named, []).explicit == recipes.parse_recipe(recipe, launched, []).explicit
+    assert parse_recipe(recipe, named, []).explicit == parse_recipe(recipe, launched, []).explicit
 
 
 @pytest.mark.parametrize("length, cut", [(2048, None), (16384, "2048")])

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Falcon
 from tests.helpers import plan_cases, tiny
 from tests.helpers.tiny import ROOT, llama_config, write_model
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import Settings
 from zero_recipes.tools.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.tools.plan.job import Job
@@ -84,7 +85,7 @@ def write_recipe(folder: Path, model: Path, keys: dict) -> Path:
 
 
 def job_of(path: Path, model: Path, strategy: str, ranks: int = 2) -> Job:
-    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
+    recipe = parse_recipe(path, recipes.read_recipe_file(path), [])
     plain = {key: getattr(value, "value", value) for key, value in recipe.settings.as_dict().items()}
     ds_config = None
     if strategy != "single":

@@ -14,6 +14,7 @@ from rich.console import Console
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, recipe, strategies
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import config_files
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.metrics.schema import ReservedRange
@@ -126,10 +127,10 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
     ways = ([], ["--use_peft", "true"])
     first = [made(*way) for way in ways]
     with monkeypatch.context() as without:
-        for name in ("zero_recipes.config.recipe.parse_recipe", "zero_recipes.tools.plan.shape.of_model"):
+        for name in ("zero_recipes.tools.plan.job.parse_recipe", "zero_recipes.tools.plan.shape.of_model"):
             without.setattr(name, None)
         assert [made(*way) for way in ways] == first and first[0] != first[1]
-    assert first[0][0] == recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
+    assert first[0][0] == parse_recipe(path, recipes.read_recipe_file(path), [])
     monkeypatch.chdir(tmp_path)
     from_the_package = made("--model_name_or_path", "tiny_world/base")[0].settings.model_name_or_path
     shutil.copytree(ROOT / "tiny_world" / "base", tmp_path / "tiny_world" / "base")

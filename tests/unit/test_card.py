@@ -12,6 +12,7 @@ from markdown_it import MarkdownIt
 
 from tests.unit.test_metrics import OK_ROW
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.command_line import words_without_tokens
 from zero_recipes.training import card
 
 HOSTILE = (
@@ -106,6 +107,6 @@ def test_a_token_is_not_written_again(tmp_path):
 
 @pytest.mark.parametrize("words", [["--hub_token", "hf_secret"], ["--hub-token=hf_secret"], ["--hub_token=hf_secret"]])
 def test_a_command_line_is_written_without_its_token(words):
-    written = recipes.words_without_tokens(["--seed", "1", *words, "--bf16", "true"])
+    written = words_without_tokens(["--seed", "1", *words, "--bf16", "true"])
     assert "hf_secret" not in " ".join(written) and "***" in " ".join(written)
     assert (written[:2], written[-2:]) == (["--seed", "1"], ["--bf16", "true"])

@@ -19,7 +19,8 @@ from zero_recipes.checkpoint import resume, save
 from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_misfit, refuse_other_data
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinished, numbered, resolve_resume_checkpoint
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import Recipe, parse_recipe
+from zero_recipes.config.read import parse_recipe
+from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED

@@ -31,8 +31,9 @@ from tests.helpers.two_ranks import environment_of_launch
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment
+from zero_recipes.config.command_line import split_command_line
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import split_command_line
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.run import refuse_uneven_gpus
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core import tables
@@ -62,7 +63,7 @@ def test_a_file_launches_its_strategy(root, name):
     environment = environment_of_launch(Path("accelerate_configs") / name, None)
     if name in LINKS:
         assert environment == environment_of_launch(Path(name), None)
-    recipe = recipes.parse_recipe(Path("recipes/pythia.yaml"), {}, [])
+    recipe = parse_recipe(Path("recipes/pythia.yaml"), {}, [])
     count = load_config_from_file(f"accelerate_configs/{name}").num_processes
     found = resolve_strategy(recipe.settings, environment | {"WORLD_SIZE": str(count)}, size_of)
     assert found.name == {"multi_node.yaml": "zero3"}.get(name, Path(name).stem)
@@ -95,7 +96,7 @@ def test_what_accelerates_launcher_refuses_is_one_message(root, monkeypatch, cap
 def test_a_strategy_of_ones_own_without_a_ds_config_is_not_planned_as_ddp(tmp_path, monkeypatch, text):
     shutil.copytree(ROOT / "accelerate_configs", tmp_path / "accelerate_configs")
     monkeypatch.chdir(tmp_path)
-    recipe = recipes.parse_recipe(ROOT / "recipes" / "pythia.yaml", {}, [])
+    recipe = parse_recipe(ROOT / "recipes" / "pythia.yaml", {}, [])
     Path("accelerate_configs/mine.yaml").write_text(text)
     assert refusal_of(read_strategies, recipe, ["ddp", "mine"]).codes == ["ZR367"]
     assert read_strategies(recipe, ["ddp", "fsdp2"]) == {"ddp": None, "fsdp2": None}
@@ -160,7 +161,7 @@ def of_fsdp1(tmp_path, **changes) -> dict:
     file = tmp_path / "fsdp1.yaml"
     text = json.dumps({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": FSDP1 | changes})
     file.write_text(text)
-    settings = recipes.parse_recipe(ROOT / "recipes" / "pythia.yaml", {}, []).settings
+    settings = parse_recipe(ROOT / "recipes" / "pythia.yaml", {}, []).settings
     with mock.patch("torch.cuda.is_available", return_value=False):
         strategy = resolve_strategy(settings, launched_environment(file, None), size_of)
     assert strategy.name == "fsdp2" and strategy.fsdp_config["version"] == 2

@@ -15,7 +15,8 @@ from tests.helpers.tools import contents, refusal_of
 from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checkpoint.save import begin_checkpoint, write_manifest
 from zero_recipes.checks.preflight import preflight
-from zero_recipes.config.recipe import parse_recipe, read_recipe_file
+from zero_recipes.config.read import parse_recipe
+from zero_recipes.config.recipe import read_recipe_file
 from zero_recipes.core import folder_lock
 from zero_recipes.core.files import PART, write_text
 

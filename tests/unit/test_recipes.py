@@ -11,6 +11,8 @@ from tests.helpers.faults import ROOT, Side
 from tests.helpers.tools import refusal_of
 from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.command_line import split_command_line
+from zero_recipes.config.read import parse_recipe, read_recipe
 from zero_recipes.core.findings import Refusal
 from zero_recipes.model.config import adapter_config
 from zero_recipes.tools import main as cli
@@ -21,20 +23,20 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_parses_and_trl_takes_it(path, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
+    recipe = parse_recipe(path, recipes.read_recipe_file(path), [])
     settings = recipe.settings.replace(use_cpu=True, output_dir=str(tmp_path))
     _, training_args, model_args, _ = recipes.trl_arguments(settings, path)
     assert settings.dataset_format == "alpaca" or training_args.assistant_only_loss, "questions would carry loss"
     assert (training_args.bf16, training_args.fp16) == (path.stem[-5:] != "-fp16", path.stem[-5:] == "-fp16")
     assert (model_args.dtype == "float32") != model_args.use_peft, "no fp32 master under ddp, or frozen weights in fp32"
     recipes.write_resolved(recipe.explicit, tmp_path / "resolved.yaml", ["x"], None)
-    again = recipes.parse_recipe(tmp_path / "resolved.yaml", recipes.read_recipe_file(tmp_path / "resolved.yaml"), [])
+    again = parse_recipe(tmp_path / "resolved.yaml", recipes.read_recipe_file(tmp_path / "resolved.yaml"), [])
     assert again.explicit == recipe.explicit
 
 
 def test_missing_recipes():
     def refused(*argv: str) -> Refusal:
-        return refusal_of(lambda: recipes.read_recipe_file(recipes.split_command_line([*argv])[0]))
+        return refusal_of(lambda: recipes.read_recipe_file(split_command_line([*argv])[0]))
 
     missing = refused("recipes/tyni.yaml")
     assert missing.codes == ["ZR116"] and "recipes/tiny.yaml" in missing.fix
@@ -84,11 +86,11 @@ def test_a_list_is_what_trls_parser_makes_of_it(key, form, tmp_path):
         theirs = parser.parse_args_and_config(["--config", str(path), *overrides])
     except ValueError as error:
         assert "are not used by the HfArgumentParser" in str(error)
-        assert refusal_of(lambda: recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides))
+        assert refusal_of(lambda: parse_recipe(path, recipes.read_recipe_file(path), overrides))
         return
-    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides)
+    recipe = parse_recipe(path, recipes.read_recipe_file(path), overrides)
     recipes.write_resolved(recipe.explicit, again, [], None)
-    resolved = recipes.parse_recipe(again, recipes.read_recipe_file(again), [])
+    resolved = parse_recipe(again, recipes.read_recipe_file(again), [])
     wanted = targets_or_error(get_peft_config, theirs[2])
     for settings in (recipe.settings, resolved.settings):
         for mine, their in zip(recipes.trl_arguments(settings, path), theirs, strict=False):
@@ -106,7 +108,7 @@ def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path):
         "output_dir: o\nreport_to: none\nbf16: false\n"
     )
     mapping = recipes.read_recipe_file(path)
-    recipe = recipes.parse_recipe(path, mapping, ["--max_steps", "5"])
+    recipe = parse_recipe(path, mapping, ["--max_steps", "5"])
     assert mapping.environment["ZERO_RECIPES_TEST"] == "7"
     ours = recipes.trl_arguments(recipe.settings, path)
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
@@ -144,14 +146,12 @@ def test_null_unsets_a_key_that_may_be_null(tmp_path, word, joined):
     path.write_text("sample_prompts: [a]\nmax_length: 64\nreport_to: wandb\nlora_target_modules: [a, b]\n")
     keys = ["sample_prompts", "max_length", "lora_target_modules"]
     words = [part for key in keys for part in ([f"--{key}={word}"] if joined else [f"--{key}", word])]
-    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [*words, "--seed", "3", "--report_to", "none"])
+    recipe = parse_recipe(path, recipes.read_recipe_file(path), [*words, "--seed", "3", "--report_to", "none"])
     assert [getattr(recipe.settings, key) for key in keys] == [None] * 3
     assert {key: recipe.explicit[key] for key in keys} == dict.fromkeys(keys)
     assert recipe.settings.seed == 3 and recipe.settings.report_to == "none"
     words += ["--max_length", "32"]
-    assert recipes.parse_recipe(path, recipes.read_recipe_file(path), words).settings.max_length == 32, (
-        "the last counts"
-    )
+    assert parse_recipe(path, recipes.read_recipe_file(path), words).settings.max_length == 32, "the last counts"
 
 
 LISTED = sorted(key for key, hint in keys.key_types().items() if keys.takes_lists(key, hint))
@@ -164,12 +164,12 @@ def test_a_list_is_written_on_the_command_line_as_in_a_recipe(tmp_path, key, joi
     value = LISTS.get(key, ["exact_match", "token_f1"])
     in_file = tmp_path / "file.yaml"
     in_file.write_text(yaml.safe_dump({key: value}))
-    wanted = getattr(recipes.parse_recipe(in_file, recipes.read_recipe_file(in_file), []).settings, key)
+    wanted = getattr(parse_recipe(in_file, recipes.read_recipe_file(in_file), []).settings, key)
     bare = tmp_path / "bare.yaml"
     bare.write_text("seed: 1")
     text = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
     words = [f"--{key}={text}"] if joined else [f"--{key}", text]
-    recipe = recipes.parse_recipe(bare, {"seed": 1}, [*words, "--seed", "3"])
+    recipe = parse_recipe(bare, {"seed": 1}, [*words, "--seed", "3"])
     assert getattr(recipe.settings, key) == wanted == recipe.explicit[key]
     assert recipe.settings.seed == 3
 
@@ -179,7 +179,7 @@ def test_lists_that_are_several_words_and_lists_of_the_wrong_kind(tmp_path):
     bare.write_text("seed: 1")
 
     def parsed(*words: str) -> recipes.Settings:
-        return recipes.parse_recipe(bare, {"seed": 1}, list(words)).settings
+        return parse_recipe(bare, {"seed": 1}, list(words)).settings
 
     assert parsed("--ignore", "ZR608", "ZR239").ignore == ["ZR608", "ZR239"]
     assert parsed("--ignore", "[ZR608]", "--ignore", "ZR239").ignore == ["ZR239"], "the last counts"
@@ -188,6 +188,50 @@ def test_lists_that_are_several_words_and_lists_of_the_wrong_kind(tmp_path):
     assert parsed("--optim_target_modules", "[qkv]_proj").optim_target_modules == "[qkv]_proj", "a pattern"
     assert refusal_of(parsed, "--sample_metrics", "[1, 2]").codes == ["ZR107"]
     assert "reading --label_names" in str(refusal_of(parsed, "--label_names", "[a: [}]"))
+
+
+# what a file says, what the command line says, and the code of its finding
+WRONG = {
+    "an unknown key": ("max_step: 3", "--max_train 3", "ZR103"),
+    "a wrong type": ("max_steps: 1.5", "--sample_metrics [1]", "ZR107"),
+    "text that is out of range": ("learning_rate: 1e9", "--learning_rate 1e9", "ZR113"),
+    "a number that is out of range": ("seed: -1", "--seed -1", "ZR113"),
+    "not one of the choices": ("long_rows: shorten", "--long_rows shorten", ("ZR114", "ZR124")),
+    "text that only the parser refuses": ('packing: "off"', "--packing off", "ZR124"),
+    "a key of the launcher": ("hostfile: 2", "--hostfile 2", "ZR102"),
+}
+
+
+@pytest.mark.parametrize(("in_file", "typed", "codes"), WRONG.values(), ids=WRONG)
+def test_a_wrong_key_is_found_once_and_left_out_and_the_rest_goes_on(in_file, typed, codes, tmp_path):
+    path = tmp_path / "r.yaml"
+    of_file, of_command_line = codes if isinstance(codes, tuple) else (codes, codes)
+    path.write_text(f"max_length: 64\n{in_file}\noutput_dir: here\n")
+    for words, wanted in (([], [of_file]), (typed.split(), [of_file, of_command_line])):
+        words = [*words, "--max_length", "32"]
+        recipe, findings, wrong_keys = read_recipe(path, recipes.read_recipe_file(path), words, {})
+        assert [found.code for found in findings] == wanted
+        keys_of_findings = {in_file.partition(":")[0]} | ({typed[2:].partition(" ")[0]} if len(wanted) > 1 else set())
+        assert wrong_keys == {found.key for found in findings} == keys_of_findings
+        assert dict(recipe.explicit) == {"max_length": 32, "output_dir": "here"}
+        assert refusal_of(parse_recipe, path, recipes.read_recipe_file(path), words).codes == wanted
+
+
+def test_a_wrong_override_leaves_what_the_file_says(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("seed: 7\nsave_model: false\n")
+    for words, code in ((["--seed", "-1"], "ZR113"), (["--seed", "7", "8"], "ZR120"), (["8", "--bf16", "no"], "ZR120")):
+        recipe, findings, _ = read_recipe(path, recipes.read_recipe_file(path), words, {})
+        assert [found.code for found in findings] == [code] and recipe.settings.seed == 7
+    assert read_recipe(path, {}, ["--no_save_model"], {}).recipe.explicit == {"save_model": False}
+    assert read_recipe(path, {}, ["--no_seed"], {}).wrong_keys == {"no_seed"}
+
+
+def test_a_launch_that_cannot_be_read_is_one_finding_among_others(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("accelerate_config: nowhere\nmax_step: 3\n")
+    _, findings, wrong_keys = read_recipe(path, recipes.read_recipe_file(path), [], {})
+    assert [found.code for found in findings] == ["ZR304", "ZR103"] and wrong_keys == {"max_step"}
 
 
 def test_a_recipe_that_is_none_says_what_it_is(tmp_path):
@@ -200,7 +244,7 @@ def test_a_recipe_that_is_none_says_what_it_is(tmp_path):
 @pytest.mark.parametrize("text", ['{"question": "ask"}', "{question: ask}"])
 def test_a_mapping_on_the_command_line_is_json_or_yaml(tmp_path, text):
     (tmp_path / "recipe.yaml").touch()
-    recipe = recipes.parse_recipe(tmp_path / "recipe.yaml", {}, ["--columns", text])
+    recipe = parse_recipe(tmp_path / "recipe.yaml", {}, ["--columns", text])
     assert recipe.settings.columns == {"question": "ask"}
 
 
@@ -225,12 +269,12 @@ def test_a_number_in_a_mapping_is_a_number(tmp_path, key):
     text, expected = IN_MAPPINGS[key]
     path = tmp_path / "r.yaml"
     path.write_text(f"{key}: {text}\noptim_args: 1e-5\nmodel_revision: 1e5\nlearning_rate: 1e-5\n")
-    settings = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
+    settings = parse_recipe(path, recipes.read_recipe_file(path), []).settings
     assert getattr(settings, key) == expected
     assert (settings.optim_args, settings.model_revision, settings.learning_rate) == ("1e-5", "1e5", 1e-5)
     if key in keys.tables()["mappings"]:  # TRL reads the others of the command line as paths, or in its own way
         path.write_text("")
-        assert getattr(recipes.parse_recipe(path, {}, [f"--{key}", text]).settings, key) == expected
+        assert getattr(parse_recipe(path, {}, [f"--{key}", text]).settings, key) == expected
 
 
 def test_every_mapping_with_numbers_is_converted():

@@ -42,6 +42,7 @@ from zero_recipes.checks.deepspeed_objects import parser_findings
 from zero_recipes.checks.rules import options
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import described, table
@@ -207,7 +208,7 @@ def test_what_the_parser_refuses_is_found_without_a_trace(tmp_path, monkeypatch,
 
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,mixed_precision")  # accelerate would stop on them
     path = write_recipe(tmp_path)
-    settings, before = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings, state()
+    settings, before = parse_recipe(path, recipes.read_recipe_file(path), []).settings, state()
     config = ds_config(3) | {"bf16": {"enabled": "auto", "loss_scale": 0}}
     (finding,) = parser_findings(Run(None, settings, {}, Strategy("zero", 2, DsConfig(config), "c.json"), "cpu", TWO))
     assert finding.code == "ZR199" and "loss_scale" in finding.why and "c.json" in finding.what
@@ -216,7 +217,7 @@ def test_what_the_parser_refuses_is_found_without_a_trace(tmp_path, monkeypatch,
 
 def test_an_accelerate_file_that_contradicts_its_ds_config_is_left_to_accelerate(tmp_path, monkeypatch):
     path = write_recipe(tmp_path)
-    settings = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
+    settings = parse_recipe(path, recipes.read_recipe_file(path), []).settings
     settings = settings.replace(deepspeed=ds_config(2), use_cpu=True)
     strategy = Strategy("zero2", 1, DsConfig(ds_config(2)), "c.json")
     for launched, refuses in (({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "c.json"}, True), ({}, False)):
@@ -236,7 +237,7 @@ def large(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
     model = write_model(folder / "large", hidden=512, intermediate=4096)
     path = write_recipe(folder, model_name_or_path=str(model))
-    return recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
+    return parse_recipe(path, recipes.read_recipe_file(path), []).settings
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

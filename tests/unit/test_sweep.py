@@ -13,6 +13,7 @@ from tests.helpers.tiny import ROOT, write_recipe
 from tests.helpers.tools import refusal_of
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.keys import key_types
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file, read_runs, read_sweep_file
 from zero_recipes.tools import main as cli
 from zero_recipes.tools import sweep, tune
@@ -101,9 +102,7 @@ def test_names_say_the_values_and_are_safe_and_unique():
 )  # fmt: skip
 def test_the_run_gets_the_value_that_was_meant(key, value, recipe):
     mapping = recipes.read_recipe_file(recipe)
-    parsed = recipes.parse_recipe(
-        recipe, mapping, ["--save_steps", "7", *SweepRun("zero2", recipe, {key: value}).words]
-    )
+    parsed = parse_recipe(recipe, mapping, ["--save_steps", "7", *SweepRun("zero2", recipe, {key: value}).words])
     meant = 1e-5 if value == "1e-5" else value
     assert parsed.explicit[key] == meant and type(parsed.explicit[key]) is type(meant)
 

@@ -12,7 +12,7 @@ from zero_recipes.checks import deepspeed_objects, trl_objects
 from zero_recipes.checks.adapter_rules import adapter_findings
 from zero_recipes.checks.deepspeed_rules import deepspeed_findings
 from zero_recipes.checks.machine import driver_findings, gpu_findings, machine_findings
-from zero_recipes.checks.resolve import Resolved, resolve, wrong_keys
+from zero_recipes.checks.resolve import Resolved, resolve
 from zero_recipes.checks.rules import rule_findings
 from zero_recipes.checks.schedule import schedule_findings
 from zero_recipes.config.accelerate import launcher_findings
@@ -55,7 +55,7 @@ def check(resolved: Resolved) -> list[Finding]:
     if run is None:
         return findings
     checks = [*OF_EVERY_RUN]
-    if wrong_keys(findings) & DATA_KEYS:
+    if resolved.wrong_keys & DATA_KEYS:
         checks.remove(data_at_hand)
     if run.is_decided:
         checks += OF_ITS_STRATEGY

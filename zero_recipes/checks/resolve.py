@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from zero_recipes.checkpoint.output_dir import refuse_long_name
 from zero_recipes.checkpoint.resume import batch_kept, checkpoint_to_resume, requested_batch, requested_in
 from zero_recipes.checks.machine import offline_where_unreachable
-from zero_recipes.config.accelerate import launch_key_findings, launch_of
-from zero_recipes.config.keys import key_types, recipe_findings
-from zero_recipes.config.recipe import Recipe, RecipeFile, derive_accumulation, parse_recipe
+from zero_recipes.config.read import read_recipe
+from zero_recipes.config.recipe import RecipeFile, derive_accumulation
 from zero_recipes.config.run import UNDECIDED, Run, choose_device, settings_in_force
 from zero_recipes.config.strategy import Strategy, resolve_strategy
-from zero_recipes.core.findings import Finding, collected, library_error_as_finding
+from zero_recipes.core.findings import Finding, Refusal, collected, library_error_as_finding
 from zero_recipes.core.host import Gpu
 from zero_recipes.model.config import load_config
 from zero_recipes.model.meta import MetaModel
@@ -23,8 +22,9 @@ from zero_recipes.model.meta import MetaModel
 class Resolved(NamedTuple):
     """A run, and what about it could not be decided."""
 
-    run: Run | None  # None where the recipe cannot be read
+    run: Run | None  # None where its folder cannot be looked at
     findings: list[Finding]
+    wrong_keys: frozenset[str]  # of the recipe, that have an error and are left out
 
 
 @library_error_as_finding("checking the recipe")
@@ -54,9 +54,12 @@ def resolve(
         with collected(findings):
             return decide(*arguments)
 
-    recipe = attempt(_read, path, mapping, overrides, environment, findings)
-    if recipe is None:
-        return Resolved(None, findings)
+    recipe, of_recipe, wrong_keys = read_recipe(path, mapping, overrides, environment)
+    findings += of_recipe
+    try:
+        refuse_long_name(recipe.output_dir)
+    except Refusal as refused:  # nothing in such a folder can be looked up
+        return Resolved(None, [*findings, *refused.findings], wrong_keys)
     written = recipe.settings
     findings += offline_where_unreachable(written)
     device = choose_device(written.use_cpu or gpu is not None)
@@ -83,26 +86,4 @@ def resolve(
         settings = settings.replace(disable_tqdm=not sys.stderr.isatty())
     explicit = MappingProxyType({**explicit, **kept})
     run = Run(recipe, settings, explicit, strategy, device, environment, meta, starts_now, gpu)
-    return Resolved(run, findings)
-
-
-def _read(
-    path: Path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str], findings: list[Finding]
-) -> Recipe:
-    """The recipe without the keys that have an error, which are added to `findings`. Raises Refusal."""
-    findings += launch_key_findings(path, mapping, environment)
-    launch_keys = launch_of(mapping)
-    own = {key: value for key, value in mapping.items() if key not in launch_keys}
-    findings += recipe_findings(str(path), own, mapping.lines)
-    wrong = wrong_keys(findings)
-    known = key_types()
-    sound = RecipeFile({key: value for key, value in mapping.items() if key in known and key not in wrong})
-    sound.lines = mapping.lines
-    recipe = parse_recipe(path, sound, overrides)
-    refuse_long_name(recipe.output_dir)
-    return recipe
-
-
-def wrong_keys(findings: list[Finding]) -> set[str | None]:
-    """The recipe's keys that have an error."""
-    return {finding.key for finding in findings if finding.level == "error"}
+    return Resolved(run, findings, wrong_keys)

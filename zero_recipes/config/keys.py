@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,9 +100,16 @@ UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_conf
 UNTYPED_LISTS = {"sample_prompts", "fsdp"}
 
 
-def recipe_findings(place: str, mapping: dict[str, Any], lines: dict[str, int]) -> list[Finding]:
-    """`lines`: in the file, by key."""
-    types = key_types()
+def recipe_findings(
+    place: str, mapping: Mapping[str, Any], lines: Mapping[str, int], types: Mapping[str, Any]
+) -> list[Finding]:
+    """Findings of a recipe's file: at most one error for each of its keys.
+
+    Args:
+        place: the file's path.
+        lines: the line of each key.
+        types: what `key_types` gives.
+    """
     choices = key_choices()
     deprecated = tables()["deprecated"]
     findings = []
@@ -112,13 +119,7 @@ def recipe_findings(place: str, mapping: dict[str, Any], lines: dict[str, int]) 
             unknown.append(key)
             continue
         where = _place_of(key, place, lines)
-        of_key = list(value_findings(where, key, value, types[key]))
-        if not of_key:
-            of_key += range_findings(where, key, value)
-        if not of_key and key in choices and isinstance(value, str) and value not in choices[key]:
-            fix = _did_you_mean(value, choices[key]) or "Write one of them."
-            listed = ", ".join(choices[key])
-            of_key.append(finding("ZR114", key=key, where=where, value=value, choices=listed, fix=fix))
+        of_key = list(value_findings(where, key, value, types[key], choices.get(key, ())))
         if key in deprecated:
             of_key.append(finding("ZR104", key=key, place=place, deprecated=deprecated[key]))
         findings += [dataclasses.replace(one, key=key) for one in of_key]
@@ -170,9 +171,18 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
     return f"Did you mean `{named}`?"
 
 
-def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
-    """By pydantic and TRL's own type hint."""
-    errors = [] if key in UNTYPED else _type_errors(value, hint)
+def value_findings(where: str, key: str, value: Any, hint: Any, choices: Sequence[str] = ()) -> Iterator[Finding]:
+    """At most one finding of a value: about its type, else its range, else its choices."""
+    converted, errors = (value, []) if key in UNTYPED else _validated(value, hint)
+    found = [*_type_findings(where, key, value, hint, errors)] or [*range_findings(where, key, converted)]
+    yield from found
+    if not found and choices and isinstance(value, str) and value not in choices:
+        fix = _did_you_mean(value, choices) or "Write one of them."
+        yield finding("ZR114", key=key, where=where, value=value, choices=", ".join(choices), fix=fix)
+
+
+def _type_findings(where: str, key: str, value: Any, hint: Any, errors: list[dict[str, Any]]) -> Iterator[Finding]:
+    """A finding where pydantic has errors about what TRL's parser would not read as meant either."""
     if not errors:
         return
     types = accepted_types(hint)
@@ -190,21 +200,21 @@ def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Find
     yield finding("ZR107", key=key, where=where, value=repr(value)[:80], messages="; ".join(messages))
 
 
-def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
-    """pydantic's errors; none for a hint that it does not know."""
+def _validated(value: Any, hint: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """(the value as pydantic converts it to TRL's own type hint, else as it is; pydantic's errors)."""
     from pydantic import PydanticUserError, TypeAdapter, ValidationError  # here: recipes are read before torch
 
     is_plain = isinstance(value, (bool, int, float))  # these strictly, or 1 would be taken for true and true for 1
     try:
-        TypeAdapter(hint).validate_python(value, strict=is_plain)
+        return TypeAdapter(hint).validate_python(value, strict=is_plain), []
     except ValidationError as error:
-        return error.errors(include_url=False)
-    except PydanticUserError:
-        pass
-    return []
+        return value, error.errors(include_url=False)
+    except PydanticUserError:  # a hint that it does not know
+        return value, []
 
 
 def range_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
+    """A finding of a number outside its range in keys.yaml, or of one that is none (NaN)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     rows = (row for row in tables()["ranges"] if key in row["keys"])

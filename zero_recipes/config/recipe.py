@@ -4,29 +4,23 @@
 `parse_recipe` needs TRL.
 """
 
-import argparse
-import contextlib
 import copy
 import dataclasses
 import difflib
-import hashlib
 import json
 import math
 import os
-import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
 import yaml
 
 from zero_recipes.config import keys
-from zero_recipes.config.accelerate import LAUNCH_KEYS
-from zero_recipes.core.files import FILES, at_hand, write_text
-from zero_recipes.core.findings import library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.files import write_text
+from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.core.host import ALLOCATOR, set_allocator
 
 
@@ -111,9 +105,6 @@ def loaded_dtype(settings: Settings, saved: Any) -> str:
     if requested in ("auto", None):
         requested = saved or "float32"
     return str(requested).removeprefix("torch.")
-
-
-USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
 
 
 class RecipeFile(dict):
@@ -202,182 +193,6 @@ class Recipe:
         return Path(self.settings.output_dir or f"output/{self.name}")
 
 
-def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
-    """(recipe, overrides). `--local_rank`, of the deepspeed launcher, goes to LOCAL_RANK; `--traceback` is dropped."""
-    parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
-    parser.add_argument("--local_rank", "--local-rank")
-    parser.add_argument("--traceback", action="store_true")  # read where the run ends
-    known, rest = parser.parse_known_args(argv)
-    if known.local_rank is not None:
-        os.environ.setdefault("LOCAL_RANK", known.local_rank)
-    if not rest or rest[0].startswith("-"):
-        found = "no argument was given"
-        if rest:
-            found = f"the first argument is {rest[0]!r}"
-        raise refusal("ZR115", found=found, usage=USAGE)
-    return at_hand(rest[0], "recipes"), rest[1:]
-
-
-def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
-    """Merge file and command line through TRL's own parser. Raises Refusal for what neither TRL nor we know."""
-    known = keys.key_types()
-    lines = getattr(mapping, "lines", {})
-    mapping = {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS}  # preflight compares them
-    raise_errors(keys.recipe_findings(str(path), mapping, lines))
-    values, given = _merged(mapping, overrides, known)
-    raise_errors(keys.recipe_findings("the command line", given, {}))
-    named = named_on(overrides, known)
-    if "sample_prompts" not in named:
-        # a list, a number or a path: argparse has one type per key
-        values["sample_prompts"] = mapping.get("sample_prompts")
-    values |= given
-    values["datasets"] = list(map(_entry, values["datasets"]))
-    for key in ("model_name_or_path", "dataset_name"):  # tiny_world/, for a recipe that the package brings
-        found = at_hand(values[key] or "")
-        if found.is_relative_to(FILES):
-            values[key] = str(found)
-    values["chat_template_path"] = _chat_template(values["chat_template_path"])
-    for key in keys.tables()["mappings"]:
-        values[key] = decoded(values[key])
-    for key in keys.tables()["number_mappings"]:
-        if isinstance(values[key], dict):  # else a path, or nothing
-            values[key] = with_numbers(values[key])
-    explicit = {key: value for key, value in values.items() if key in mapping or key in named}
-    findings = []
-    for key, value in explicit.items():
-        place = "the command line" if key in named else f"{path}:{lines.get(key, 1)}"
-        findings += keys.range_findings(place, key, value)
-    raise_errors(findings)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Recipe(path=path, settings=Settings(values), explicit=MappingProxyType(explicit), sha256=digest)
-
-
-def _chat_template(named: str | None) -> str | None:
-    """The file of a template that TRL or this package brings under that name; else what is named."""
-    if named is None or os.path.exists(named):
-        return named
-    for package, folder in (("trl", "chat_templates"), ("zero_recipes.data", "templates")):
-        file = resources.files(package).joinpath(folder, f"{named}.jinja")
-        if file.is_file():
-            return str(file)
-    return named
-
-
-def _merged(mapping: dict[str, Any], overrides: list[str], known: Mapping[str, Any]) -> tuple[dict, dict]:
-    """(the value of each key by TRL's parser, what the command line gives that the parser cannot read). Raises
-    Refusal."""
-    parser = _parser()
-    file_values = {key: _as_text(value, known[key]) for key, value in mapping.items()}
-    file_values.pop("sample_prompts", None)
-    parser.set_defaults_with_config(**file_values)
-    rest, given = without_nulls_and_lists(overrides, known)
-    namespace, extra = parser.parse_known_args(rest)
-    stray = [key_of(word) for word in extra if word.startswith("--")]
-    raise_errors([*keys.key_findings("the command line", stray, known)])
-    if extra:
-        raise refusal("ZR120", word=extra[0], usage=USAGE)
-    return vars(namespace), given
-
-
-def _entry(dataset: Any) -> dict[str, Any]:
-    """An entry of `datasets` as a mapping: TRL's parser makes an object of each word of the command line."""
-    return dataclasses.asdict(dataset) if dataclasses.is_dataclass(dataset) else dataset
-
-
-def key_of(word: str) -> str:
-    """The key of a word of the command line: "--max-steps=5" is max_steps."""
-    return word[2:].partition("=")[0].replace("-", "_")
-
-
-def _as_text(value: Any, hint: Any) -> Any:
-    """A number that YAML has read, where the key takes text alone: `run_name: 7`."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and keys.accepted_types(hint) <= {"string", "null"}:
-        return str(value)
-    return value
-
-
-def without_nulls_and_lists(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """(the overrides that TRL's parser reads, {key: its value} of the others).
-
-    `--max_length null` unsets a key; only keys that may be null are. `--report_to none` is a value of its own, no
-    callback at all. `--sample_metrics '[exact_match, rouge]'` gives a list as a recipe writes it: the parser would take
-    it for one name.
-    """
-    rest: list[str] = []
-    given: dict[str, Any] = {}
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        _, equals, text = word.partition("=")
-        if not equals and words:
-            text = words[0]
-        key = key_of(word) if word.startswith("--") else ""
-        if key in known and _is_null(key, text, known[key]):
-            given[key] = None
-        elif key in known and _is_list(key, text, known[key]):
-            with library_error_as_finding(f"reading --{key}"):
-                given[key] = yaml.safe_load(text)
-        else:
-            rest.append(word)
-            given.pop(key, None)  # the last one counts
-            continue
-        if not equals:
-            words.pop(0)
-    return rest, given
-
-
-def _is_null(key: str, text: str, hint: Any) -> bool:
-    names_null = text.lower() == "null" or (text.lower() == "none" and key != "report_to")
-    return names_null and not keys.accepted_types(hint).isdisjoint({"null", "any"})
-
-
-def _is_list(key: str, text: str, hint: Any) -> bool:
-    is_bracketed = text.startswith("[") and text.endswith("]")
-    return is_bracketed and keys.takes_lists(key, hint)
-
-
-def named_on(overrides: list[str], known: Container[str]) -> set[str]:
-    """The keys that the command line names."""
-    names = {key_of(word) for word in overrides if word.startswith("--")}
-    return {name if name in known else name.removeprefix("no_") for name in names}
-
-
-def decoded(value: Any) -> Any:
-    """A mapping that the command line gives as JSON or YAML, its texts as transformers reads them ("true" is true)."""
-    from transformers.training_args import _convert_str_dict  # noqa: PLC2701 - engine/ is above this package
-
-    if not isinstance(value, str) or not value.lstrip().startswith("{"):
-        return value
-    for read in (json.loads, yaml.safe_load):
-        with contextlib.suppress(ValueError, yaml.YAMLError):
-            return _convert_str_dict(read(value))
-    return value
-
-
-EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-
-
-def with_numbers(value: Any) -> Any:
-    """A mapping whose texts like "1e-5" are numbers, also those in lists and mappings inside.
-
-    PyYAML reads a number with an exponent and without a dot as text. At the top level TRL's parser makes it a number.
-    Texts of keys like `revision` and `name_or_path` stay.
-    """
-    if isinstance(value, str):
-        return float(value) if EXPONENT.fullmatch(value) else value
-    if isinstance(value, list):
-        return [with_numbers(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    converted = {}
-    for key, item in value.items():
-        parts = str(key).lower().split("_")
-        is_text = not isinstance(item, dict) and not set(parts).isdisjoint(keys.tables()["text_parts"])
-        converted[key] = item if is_text else with_numbers(item)
-    return converted
-
-
 def derive_accumulation(settings: Settings, explicit: Mapping[str, Any], world_size: int) -> int | None:
     """gradient_accumulation_steps from global_batch_size (sequences per optimizer step); None without that key.
     `world_size`: processes with rows of their own. Raises Refusal."""
@@ -406,7 +221,6 @@ class TrlArguments(NamedTuple):
     mixture: Any  # DatasetMixtureConfig
 
 
-HIDDEN = "***"  # stands for a token
 WITHOUT_LAUNCH = keys.tables()["without_launch"]
 
 
@@ -435,22 +249,6 @@ def without_tokens(keys: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def words_without_tokens(words: Sequence[str]) -> list[str]:
-    """A command line as it may be written."""
-    shown: list[str] = []
-    is_token = False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if is_token:
-            shown.append(HIDDEN)
-        elif equals and key_of(name) == "hub_token":
-            shown.append(f"{name}={HIDDEN}")
-        else:
-            shown.append(word)
-        is_token = not is_token and not equals and key_of(word) == "hub_token"
-    return shown
-
-
 def write_resolved(
     explicit: Mapping[str, Any], path: Path, header: list[str], ds_config: dict[str, Any] | None
 ) -> None:
@@ -464,17 +262,6 @@ def write_resolved(
     plain = json.loads(json.dumps(explicit, default=str))  # PyYAML writes no members of an enumeration (`debug`)
     text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     write_text(path, text)
-
-
-def _parser():
-    from trl import TrlParser
-
-    class Parser(TrlParser):
-        def error(self, message: str):
-            raise refusal("ZR124", message=message, usage=USAGE)
-
-    # abbreviations (`--max_step`) would hide a misspelt key
-    return Parser(dataclass_types=keys.dataclasses_of_a_recipe(), allow_abbrev=False, add_help=False)
 
 
 def steps_by_epochs(rows: int, settings: Settings, replicas: int) -> int:

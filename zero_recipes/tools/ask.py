@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, entries_of
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.keys import tables
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import Recipe, Settings
 from zero_recipes.config.run import choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
@@ -118,10 +119,10 @@ def _recipe_of(folder: Path, overrides: list[str], is_adapter: bool) -> tuple[Re
     if not path.is_file() and whole.name.startswith("checkpoint-"):
         path = whole.parent / RECIPE
     if path.is_file():
-        return recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides), True
+        return parse_recipe(path, recipes.read_recipe_file(path), overrides), True
     known = ADAPTER_CONFIG if is_adapter else "config.json"
     mapping = {"model_name_or_path": str(folder), "dtype": "auto"}
-    return recipes.parse_recipe(folder / known, mapping, overrides), False
+    return parse_recipe(folder / known, mapping, overrides), False
 
 
 def load_tokenizer(target: Target) -> Tokenizer:

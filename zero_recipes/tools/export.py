@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from zero_recipes.checkpoint.save import add_records, compare_with_class, write_checksums
-from zero_recipes.config.recipe import named_on
+from zero_recipes.config.command_line import named_on
 from zero_recipes.core.findings import RunFailed, ending, finding, refusal
 from zero_recipes.core.folder_lock import LOCK, held
 from zero_recipes.metrics import schema

@@ -21,7 +21,9 @@ from rich.console import Console
 from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, launched_environment
+from zero_recipes.config.command_line import words_without_tokens
 from zero_recipes.config.keys import key_findings, key_types
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.core.files import at_hand
 from zero_recipes.core.findings import REFUSAL_FILE, Refusal, ignored_codes, library_error_as_finding, refusal
 from zero_recipes.core.folder_lock import held, refuse_in_use
@@ -60,7 +62,7 @@ def sweep(
     configs = {}
     # what it refuses here, it would refuse in every run
     with working(f"reading {recipe}"):
-        settings = recipes.parse_recipe(recipe, recipes.recipe_in_force(recipe), overrides).settings
+        settings = parse_recipe(recipe, recipes.recipe_in_force(recipe), overrides).settings
         refuse_own_ds_config(recipe, settings)
         for name in strategies:
             configs[name] = at_hand(FOLDER / f"{name}.yaml")
@@ -195,7 +197,7 @@ def run_logged(
     folder.mkdir(parents=True, exist_ok=True)
     environment = environment_of(folder, threads)
     with open(folder / "log.txt", "w") as log, working(f"{label}: starting", console) as say:
-        log.write(" ".join(recipes.words_without_tokens(command)) + "\n")
+        log.write(" ".join(words_without_tokens(command)) + "\n")
         child = start(command, environment)
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         tail: collections.deque[str] = collections.deque(maxlen=400)

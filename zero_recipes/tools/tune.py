@@ -19,14 +19,9 @@ import yaml
 from rich.console import Console
 
 from zero_recipes.config.accelerate import FOLDER, launched_environment
+from zero_recipes.config.command_line import words_without_tokens
 from zero_recipes.config.keys import tables
-from zero_recipes.config.recipe import (
-    Recipe,
-    RowLengths,
-    derive_accumulation,
-    without_tokens,
-    words_without_tokens,
-)
+from zero_recipes.config.recipe import Recipe, RowLengths, derive_accumulation, without_tokens
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import FILES, at_hand, write_text
 from zero_recipes.core.findings import first_line, refusal

@@ -22,6 +22,7 @@ from huggingface_hub import constants
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
 from zero_recipes.config.ds_config import DsConfig, ModelSize, fill_own_autos, read_json_mapping
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import Recipe, RowLengths, Settings, computed_in, loaded_dtype, stated
 from zero_recipes.core.files import FILES, at_hand, package_yaml
 from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
@@ -147,7 +148,7 @@ def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
 
     def parsed() -> list[dict[str, Any]]:
-        found = recipes.parse_recipe(path, mapping, list(overrides))
+        found = parse_recipe(path, mapping, list(overrides))
         return [found.settings.as_dict(), dict(found.explicit)]
 
     # parse_recipe looks for the package's files

@@ -23,6 +23,7 @@ from zero_recipes.checkpoint.save import MANIFEST
 from zero_recipes.checks import schedule
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, environments_of_ranks, file_named, launch_of
+from zero_recipes.config.read import parse_recipe
 from zero_recipes.core.files import at_hand, write_json
 from zero_recipes.core.findings import FAILED, REFUSED, ignored_codes, shown
 from zero_recipes.core.folder_lock import held
@@ -85,7 +86,7 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
         path = folder / "recipe.yaml"
         own = {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS}
         write_json(path, recipes.without_tokens(own))  # JSON is YAML
-    real = recipes.parse_recipe(path, mapping, arguments.overrides)
+    real = parse_recipe(path, mapping, arguments.overrides)
     settings = real.settings
     shares = settings.sequence_parallel_size
     cards = 0 if settings.use_cpu else torch.cuda.device_count()
@@ -112,11 +113,11 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
     if not arguments.full:
         small = folder / "model"
         with working(f"making a small {settings.model_name_or_path}", console):
-            model = make_small(recipes.parse_recipe(path, mapping, words).settings, small, arguments.layers)
+            model = make_small(parse_recipe(path, mapping, words).settings, small, arguments.layers)
         words += ["--model_name_or_path", str(small), "--model_revision", "main", "--random_weights", "false"]
     words.append(f"--ignore={','.join(ignored_in(settings, arguments.full))}")
     equal = None
-    launched_settings = recipes.parse_recipe(path, mapping, words).settings
+    launched_settings = parse_recipe(path, mapping, words).settings
     is_small = not arguments.full and arguments.layers is None
     why_not_equal = equality.why_not_launched(launched_settings, is_small)
     if why_not_equal is None:

@@ -22,7 +22,9 @@ import psutil
 # as `python RUN_SFT.PY` has it, links resolved; here it would be this file's folder
 sys.path[0] = str(Path(sys.argv[2]).resolve().parent)
 
-from zero_recipes.config.recipe import parse_recipe, recipe_in_force, split_command_line  # noqa: E402
+from zero_recipes.config.command_line import split_command_line  # noqa: E402
+from zero_recipes.config.read import parse_recipe  # noqa: E402
+from zero_recipes.config.recipe import recipe_in_force  # noqa: E402
 from zero_recipes.core.process import RANK_0, end_with_parent, kill_with_children  # noqa: E402
 from zero_recipes.engine.warnings import quiet_imports  # noqa: E402
 
