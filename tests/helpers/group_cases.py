@@ -65,7 +65,7 @@ def shared(fault: str | None, on: int) -> dict[str, str]:
     ways = {
         "agree": lambda: group.agree(work),
         "once": lambda: group.once(work, "plans the run"),
-        "once_per_node": lambda: group.once_per_node(work),
+        "once_per_node": lambda: group.once_per_node(work, "prepares the data of this machine"),
         "rank_0_writes": writes,
     }
     return {name: _outcome(way) for name, way in ways.items()}

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -93,7 +94,8 @@ def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer, replic
     `training_args` is changed to what is prepared. `tokenizer`: the model's. `replicas`: ranks with rows of their own.
     """
     ignored = ignored_codes(settings.ignore)
-    made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
+    prepare = partial(_made_or_kept, settings, training_args, tokenizer, ignored)
+    made = once_per_node(prepare, "prepares the data of this machine")
     if made["folder"] is None:
         train, evaluation = _stream(settings, training_args, tokenizer)
     else:

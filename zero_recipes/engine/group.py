@@ -227,10 +227,10 @@ def once(work: Callable[[], Any], doing: str) -> Any:
     return _shared(work, [0], doing)[0]
 
 
-def once_per_node(work: Callable[[], Any]) -> Any:
-    """What `work` returns on each machine's first process, which alone calls it."""
+def once_per_node(work: Callable[[], Any], doing: str) -> Any:
+    """What `work` returns on each machine's first process, which alone calls it. `doing`: what it does, for others."""
     first_here = rank() - int(os.environ.get("LOCAL_RANK", 0))
-    return _shared(work, [first_here], "prepares the data of this machine")[0]
+    return _shared(work, [first_here], doing)[0]
 
 
 @contextlib.contextmanager

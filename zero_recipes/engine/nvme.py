@@ -40,7 +40,7 @@ def swap_space(strategy: Strategy) -> Iterator[None]:
                 claims.enter_context(claimed(folder))
 
         if folders:
-            once_per_node(claim)
+            once_per_node(claim, "claims its folder on NVMe")
         yield
 
 
