@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.plan_jobs import GB, job
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.schema import PARTS, Prediction
 from zero_recipes.tools.plan.formulas import Sizes, overheads, predict_by_formulas, shape_of

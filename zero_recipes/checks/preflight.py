@@ -21,8 +21,9 @@ from zero_recipes.checks.schedule import schedule_findings, steps_of
 from zero_recipes.config.accelerate import launcher_findings
 from zero_recipes.config.keys import ignore_findings
 from zero_recipes.config.read import read_recipe
-from zero_recipes.config.recipe import Recipe, RecipeFile, derive_accumulation
+from zero_recipes.config.recipe import Recipe, RecipeFile
 from zero_recipes.config.run import Run, choose_device, refuse_uneven_gpus, settings_in_force
+from zero_recipes.config.settings import derive_accumulation
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes, library_error_as_finding
 from zero_recipes.core.folder_lock import refuse_in_use

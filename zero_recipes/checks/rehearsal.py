@@ -16,10 +16,10 @@ from typing import Any
 
 from zero_recipes.checks.adapter_rules import module_kinds
 from zero_recipes.checks.rules import bare_model, options
-from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, ModelSize, fill_own_autos, quiet
-from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.trl_arguments import trl_arguments
 from zero_recipes.core.findings import Finding, collected, first_line, library_error_as_finding, refusal
 from zero_recipes.engine.huggingface import rows_are_cut, single_process_env, without_deepspeed_announcement
 from zero_recipes.model import adapter_config, rehearse_model
@@ -34,7 +34,7 @@ def trainer_findings(settings: Settings, config, ds_config: Mapping[str, Any], p
     findings: list[Finding] = []
     with single_process_env(), tempfile.TemporaryDirectory() as folder, collected(findings):
         rehearsed = settings.replace(**options()["rehearsed"], output_dir=folder)
-        trl = recipes.trl_arguments(rehearsed, place)
+        trl = trl_arguments(rehearsed, place)
         trainer = _trainer(settings, config, trl.training, trl.model)
         if trainer is not None:
             _rehearse_steps(findings, settings, ds_config, trainer)

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from zero_recipes.config.ds_config import number_in
-from zero_recipes.config.recipe import RowLengths, steps_by_epochs
+from zero_recipes.config.row_lengths import RowLengths
+from zero_recipes.config.settings import steps_by_epochs
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.host import Gpu
 from zero_recipes.metrics.flops import squares

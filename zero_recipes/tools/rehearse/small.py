@@ -7,7 +7,7 @@ from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
 
 from zero_recipes import model as models
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import library_error_as_finding
 from zero_recipes.tools.plan.simulator.layers import entries_by_layer
