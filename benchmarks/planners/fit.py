@@ -14,7 +14,8 @@ from unittest.mock import patch
 from benchmarks.planners import court
 from benchmarks.planners.court import Row
 from zero_recipes.tools.plan import cost
-from zero_recipes.tools.plan.formulas import predict_by_formulas, shape_of
+from zero_recipes.tools.plan.formulas import predict_by_formulas
+from zero_recipes.tools.plan.shape import shape_of
 
 FITTED = ("achievable", "activation_traffic", "layer_seconds", "gather_seconds", "cpu_adam")
 LEVELS = (0.1, 0.9)

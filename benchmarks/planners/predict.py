@@ -16,8 +16,9 @@ from zero_recipes.core.files import write_json
 from zero_recipes.core.host import library_versions
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.cache import versions
-from zero_recipes.tools.plan.formulas import Sizes, overheads, predict_by_formulas, shape_of
+from zero_recipes.tools.plan.formulas import Sizes, overheads, predict_by_formulas
 from zero_recipes.tools.plan.job import Job
+from zero_recipes.tools.plan.shape import shape_of
 from zero_recipes.tools.plan.simulator import parent as simulation
 
 AT_ONCE = 4  # rows of one child process

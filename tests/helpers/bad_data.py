@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from trl import SFTConfig
 
 from tests.helpers.tiny import settings_with
-from zero_recipes.config.recipe import trl_arguments
+from zero_recipes.config.trl_arguments import trl_arguments
 from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.data.prepare import Prepared, prepare_rows
 

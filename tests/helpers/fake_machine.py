@@ -8,8 +8,8 @@ from tests.helpers.tiny import write_recipe
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.read import parse_recipe
-from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import Host
 from zero_recipes.model.meta import MetaModel

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaConfig
 
 from zero_recipes.config.keys import dataclasses_of_a_recipe
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 # so that stage 3 gathers every parameter in forward and in backward, as the paper counts

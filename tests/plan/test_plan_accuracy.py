@@ -12,7 +12,7 @@ from tests.helpers import plan_cases, tiny
 from tests.helpers.tiny import ROOT, llama_config, write_model
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.read import parse_recipe
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.tools.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.tools.plan.job import Job
 from zero_recipes.tools.plan.simulator import layers

@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, made_up, recipe
-from zero_recipes.config import recipe as recipes
-from zero_recipes.config.recipe import RowLengths
+from zero_recipes.config.row_lengths import RowLengths
+from zero_recipes.config.trl_arguments import trl_arguments
 from zero_recipes.core.host import gpus
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows, rows_at_hand
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.plan import cost
 from zero_recipes.tools.plan.cost import padded_together, sequence_of
-from zero_recipes.tools.plan.formulas import Sizes, predict_by_formulas, shape_of
+from zero_recipes.tools.plan.formulas import Sizes, predict_by_formulas
+from zero_recipes.tools.plan.shape import shape_of
 
 TINY = "recipes/tiny.yaml"
 
@@ -201,7 +202,7 @@ def test_rows_are_tokenised_as_a_run_does_it_or_read_as_a_run_has_prepared_them(
     assert 20 < longest < 100 and 50 < with_loss < 50 * 20  # of 50 rows, whose answers are short
     assert few.evaluated[0] == 256  # packed
     settings = settings.replace(use_cpu=True)
-    args = recipes.trl_arguments(settings, own.path).training
+    args = trl_arguments(settings, own.path).training
     rows = prepare_rows(settings, args, load_tokenizer(settings))
     found = rows_at_hand(settings, own.path)
     assert found.source == "all 2,160 rows, as prepared by an earlier run"

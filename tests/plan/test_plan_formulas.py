@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.plan_jobs import GB, job
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.schema import PARTS, Prediction
-from zero_recipes.tools.plan.formulas import Sizes, overheads, predict_by_formulas, shape_of
+from zero_recipes.tools.plan.formulas import Sizes, overheads, predict_by_formulas
 from zero_recipes.tools.plan.job import known_models
 from zero_recipes.tools.plan.predict import Predictor
+from zero_recipes.tools.plan.shape import shape_of
 
 PSI = 6_857_302_016  # EleutherAI/pythia-6.9b
 H = 4096

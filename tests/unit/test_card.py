@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from tests.unit.test_metrics import OK_ROW
-from zero_recipes.config import recipe as recipes
 from zero_recipes.config.command_line import words_without_tokens
+from zero_recipes.config.resolved_recipe import write_resolved
 from zero_recipes.training import card
 
 HOSTILE = (
@@ -97,11 +97,11 @@ def test_names_that_need_nothing_stay_as_they_are(folder):
 
 def test_a_token_is_not_written_again(tmp_path):
     keys = {"seed": 1, "hub_token": "hf_secret", "model_init_kwargs": {"token": "hf_secret", "dtype": "auto"}}
-    recipes.write_resolved(keys, tmp_path / "resolved.yaml", ["of a test"], None)
+    write_resolved(keys, tmp_path / "resolved.yaml", ["of a test"], None)
     text = (tmp_path / "resolved.yaml").read_text()
     assert "hf_secret" not in text and "set HF_TOKEN" in text
     assert yaml.safe_load(text) == {"seed": 1, "model_init_kwargs": {"dtype": "auto"}}
-    recipes.write_resolved({"seed": 1}, tmp_path / "resolved.yaml", ["of a test"], None)
+    write_resolved({"seed": 1}, tmp_path / "resolved.yaml", ["of a test"], None)
     assert "HF_TOKEN" not in (tmp_path / "resolved.yaml").read_text()
 
 

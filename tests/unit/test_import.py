@@ -15,7 +15,8 @@ from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import keys
 from zero_recipes.config.accelerate import LAUNCH_KEYS, config_files
 from zero_recipes.config.read import parse_recipe
-from zero_recipes.config.recipe import read_recipe_file, trl_arguments
+from zero_recipes.config.recipe import read_recipe_file
+from zero_recipes.config.trl_arguments import trl_arguments
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.data.load import load_tokenizer

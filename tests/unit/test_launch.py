@@ -91,6 +91,33 @@ def test_what_accelerates_launcher_refuses_is_one_message(root, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
+    ("text", "gpus", "words", "started", "is_said"),
+    [
+        ("num_processes: 2", 0, [], 1, True),
+        ("num_processes: 1", 8, [], 8, True),
+        ("num_processes: 8", 8, [], 8, False),
+        ("num_processes: -1", 8, [], 8, False),
+        ("", 8, [], 8, False),
+        ("num_processes: 2", 8, ["--num_processes", "4"], 4, False),
+    ],
+)
+def test_train_says_where_it_starts_other_processes_than_the_named_file_has(
+    root, monkeypatch, capsys, tmp_path, text, gpus, words, started, is_said
+):
+    launched = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", launched.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "mine.yaml").write_text(f"distributed_type: MULTI_GPU\n{text}\n")
+    recipe = write_recipe(tmp_path, use_cpu=gpus == 0)
+    assert cli.main(["train", str(recipe), "--config_file", str(tmp_path / "mine.yaml"), *words]) == 0
+    assert cli.main(["train", str(recipe), *words]) == 0
+    assert [one.num_processes for one in launched] == [started] * 2
+    said = capsys.readouterr().out
+    assert said.count("add --num_processes") == (1 if is_said else 0), said
+
+
+@pytest.mark.parametrize(
     "text", ["distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n", "distributed_type: FSDP\n"]
 )
 def test_a_strategy_of_ones_own_without_a_ds_config_is_not_planned_as_ddp(tmp_path, monkeypatch, text):

@@ -10,10 +10,11 @@ from trl import SFTConfig
 
 from tests.helpers.bad_data import BASE
 from tests.helpers.tiny import llama_config
-from zero_recipes import StageMetricsCallback, ZeroSFTTrainer
 from zero_recipes.core import process
 from zero_recipes.core.process import PhaseClock
+from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.schema import FILE, Metrics
+from zero_recipes.training.trainer import ZeroSFTTrainer
 
 ROWS = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 2
 

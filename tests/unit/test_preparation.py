@@ -20,7 +20,7 @@ from trl import SFTTrainer
 
 from tests.helpers.bad_data import ALPACA, BASE, CHATML, IDS, arguments, chat, lines, prepared, written
 from tests.helpers.tiny import ROOT, settings_with
-from zero_recipes.config.recipe import steps_by_epochs
+from zero_recipes.config.settings import steps_by_epochs
 from zero_recipes.data import forms, prepare
 from zero_recipes.data.load import apply_chat_template_file
 from zero_recipes.data.masks import tokenise

@@ -13,6 +13,9 @@ from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.command_line import split_command_line
 from zero_recipes.config.read import parse_recipe, read_recipe
+from zero_recipes.config.resolved_recipe import write_resolved
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.trl_arguments import trl_arguments
 from zero_recipes.core.findings import Refusal
 from zero_recipes.model.config import adapter_config
 from zero_recipes.tools import main as cli
@@ -25,11 +28,11 @@ def test_a_recipe_parses_and_trl_takes_it(path, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     recipe = parse_recipe(path, recipes.read_recipe_file(path), [])
     settings = recipe.settings.replace(use_cpu=True, output_dir=str(tmp_path))
-    _, training_args, model_args, _ = recipes.trl_arguments(settings, path)
+    _, training_args, model_args, _ = trl_arguments(settings, path)
     assert settings.dataset_format == "alpaca" or training_args.assistant_only_loss, "questions would carry loss"
     assert (training_args.bf16, training_args.fp16) == (path.stem[-5:] != "-fp16", path.stem[-5:] == "-fp16")
     assert (model_args.dtype == "float32") != model_args.use_peft, "no fp32 master under ddp, or frozen weights in fp32"
-    recipes.write_resolved(recipe.explicit, tmp_path / "resolved.yaml", ["x"], None)
+    write_resolved(recipe.explicit, tmp_path / "resolved.yaml", ["x"], None)
     again = parse_recipe(tmp_path / "resolved.yaml", recipes.read_recipe_file(tmp_path / "resolved.yaml"), [])
     assert again.explicit == recipe.explicit
 
@@ -89,11 +92,11 @@ def test_a_list_is_what_trls_parser_makes_of_it(key, form, tmp_path):
         assert refusal_of(lambda: parse_recipe(path, recipes.read_recipe_file(path), overrides))
         return
     recipe = parse_recipe(path, recipes.read_recipe_file(path), overrides)
-    recipes.write_resolved(recipe.explicit, again, [], None)
+    write_resolved(recipe.explicit, again, [], None)
     resolved = parse_recipe(again, recipes.read_recipe_file(again), [])
     wanted = targets_or_error(get_peft_config, theirs[2])
     for settings in (recipe.settings, resolved.settings):
-        for mine, their in zip(recipes.trl_arguments(settings, path), theirs, strict=False):
+        for mine, their in zip(trl_arguments(settings, path), theirs, strict=False):
             assert getattr(mine, key, None) == getattr(their, key, None)
         assert targets_or_error(adapter_config, settings) == wanted
 
@@ -110,7 +113,7 @@ def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path):
     mapping = recipes.read_recipe_file(path)
     recipe = parse_recipe(path, mapping, ["--max_steps", "5"])
     assert mapping.environment["ZERO_RECIPES_TEST"] == "7"
-    ours = recipes.trl_arguments(recipe.settings, path)
+    ours = trl_arguments(recipe.settings, path)
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
     theirs = parser.parse_args_and_config(["--config", str(path), "--max_steps", "5"])
     for mine, wanted in zip(ours, theirs, strict=False):
@@ -178,7 +181,7 @@ def test_lists_that_are_several_words_and_lists_of_the_wrong_kind(tmp_path):
     bare = tmp_path / "bare.yaml"
     bare.write_text("seed: 1")
 
-    def parsed(*words: str) -> recipes.Settings:
+    def parsed(*words: str) -> Settings:
         return parse_recipe(bare, {"seed": 1}, list(words)).settings
 
     assert parsed("--ignore", "ZR608", "ZR239").ignore == ["ZR608", "ZR239"]

@@ -24,7 +24,7 @@ from zero_recipes.checkpoint.save import (
     read_states_index,
 )
 from zero_recipes.config.keys import tables
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, downgraded, finding, first_line, ignored_codes, raise_errors
 from zero_recipes.model.build import built_or_none

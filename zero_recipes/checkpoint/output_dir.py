@@ -23,8 +23,8 @@ from zero_recipes.checkpoint.resume import (
     resumes_in,
 )
 from zero_recipes.checkpoint.save import forget_records, is_foreign
-from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import NAMES, PART
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.folder_lock import LOCK, held

@@ -21,8 +21,8 @@ from safetensors import safe_open
 
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import needs_reshard, refuse_misfit
-from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import UNFINISHED, Refusal, refusal
 from zero_recipes.core.folder_lock import HELD
 from zero_recipes.core.process import rank, say

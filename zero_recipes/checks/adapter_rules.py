@@ -14,8 +14,8 @@ from torch import nn
 
 from zero_recipes.checks.rules import bare_model
 from zero_recipes.config.ds_config import quiet
-from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.model.config import adapter_config
 from zero_recipes.model.trained import trained_parts

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_recipes.config.ds_config import OF_CPU_ADAM, DsConfig, number_in
-from zero_recipes.config.recipe import Settings, loaded_dtype
 from zero_recipes.config.run import Run
+from zero_recipes.config.settings import Settings, loaded_dtype
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host, pinned_bytes

@@ -6,7 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.engine.huggingface import without_deepspeed_announcement
 
 HIDDEN_SIZE = 64  # of a model whose configuration is not at hand: only that it is a number matters

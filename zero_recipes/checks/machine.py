@@ -12,8 +12,8 @@ from pathlib import Path
 from huggingface_hub import constants, get_session
 
 from zero_recipes.checks.capacity import room_findings
-from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Gpu, Host

@@ -10,8 +10,9 @@ from zero_recipes.checkpoint.output_dir import refuse_long_name
 from zero_recipes.checkpoint.resume import batch_kept, checkpoint_to_resume, requested_batch, requested_in
 from zero_recipes.checks.machine import offline_where_unreachable
 from zero_recipes.config.read import read_recipe
-from zero_recipes.config.recipe import RecipeFile, derive_accumulation
+from zero_recipes.config.recipe import RecipeFile
 from zero_recipes.config.run import UNDECIDED, Run, choose_device, settings_in_force
+from zero_recipes.config.settings import derive_accumulation
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import Finding, Refusal, collected, library_error_as_finding
 from zero_recipes.core.host import Gpu

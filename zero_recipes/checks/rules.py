@@ -16,8 +16,8 @@ from huggingface_hub import constants, get_token
 from transformers import PreTrainedModel
 
 from zero_recipes.config.accelerate import is_on
-from zero_recipes.config.recipe import Settings, loaded_dtype
 from zero_recipes.config.run import Run
+from zero_recipes.config.settings import Settings, loaded_dtype
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.data.audit import RowKeys

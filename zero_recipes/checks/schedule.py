@@ -9,8 +9,8 @@ from typing import Any
 
 from zero_recipes.checks.filled import HIDDEN_SIZE, fill_auto, warmup_of
 from zero_recipes.config.ds_config import quiet
-from zero_recipes.config.recipe import Settings, steps_by_epochs
 from zero_recipes.config.run import Run
+from zero_recipes.config.settings import Settings, steps_by_epochs
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.units import counted

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero_recipes.checks.adapter_rules import module_kinds
-from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import Settings
 from zero_recipes.config.run import Run
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.trl_arguments import trl_arguments
 from zero_recipes.core.findings import Finding, collected, first_line, library_error_as_finding, refusal
 from zero_recipes.engine.huggingface import rows_are_cut, single_process_env
 from zero_recipes.model.config import adapter_config
@@ -51,7 +51,7 @@ def trainer_findings(run: Run) -> list[Finding]:
         settings = settings.replace(tf32=None, attn_implementation="sdpa")
     findings: list[Finding] = []
     with single_process_env(), tempfile.TemporaryDirectory() as folder, collected(findings):
-        arguments = recipes.trl_arguments(settings.replace(**CHECKED_ELSEWHERE, output_dir=folder), run.recipe.path)
+        arguments = trl_arguments(settings.replace(**CHECKED_ELSEWHERE, output_dir=folder), run.recipe.path)
         trainer = _trainer(settings, run.meta, arguments.training, arguments.model)
         if trainer is not None:
             _try_its_parts(findings, settings, run.ds.raw, trainer)

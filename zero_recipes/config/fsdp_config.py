@@ -11,7 +11,7 @@ import yaml
 from zero_recipes.config.accelerate import is_fsdp1, is_on
 from zero_recipes.config.ds_config import quiet, read_json_mapping
 from zero_recipes.config.keys import tables
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding, library_error_as_finding, raise_errors, refusal
 
 _VARIABLES = tables()["fsdp_variables"]

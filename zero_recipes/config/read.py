@@ -22,7 +22,8 @@ import yaml
 from zero_recipes.config import keys
 from zero_recipes.config.accelerate import LAUNCH_KEYS, launch_key_findings
 from zero_recipes.config.command_line import USAGE, Override, key_of, recipe_key, split_overrides
-from zero_recipes.config.recipe import Recipe, Settings
+from zero_recipes.config.recipe import Recipe
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import FILES, at_hand
 from zero_recipes.core.findings import (
     Finding,

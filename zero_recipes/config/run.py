@@ -9,8 +9,10 @@ from typing import Any, Self
 
 from zero_recipes.config.accelerate import DS_FIELDS, ds_config_file
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import Recipe, Settings, TrlArguments, computed_in, loaded_dtype, trl_arguments
+from zero_recipes.config.recipe import Recipe
+from zero_recipes.config.settings import Settings, computed_in, loaded_dtype
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.config.trl_arguments import TrlArguments, trl_arguments
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Gpu
 from zero_recipes.core.process import local_world_size

@@ -16,7 +16,7 @@ from zero_recipes.config.ds_config import (
     refuse_bad_schema,
 )
 from zero_recipes.config.fsdp_config import fsdp_config_in_force
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import allocator_settings
 

@@ -15,7 +15,7 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding, refusal
 from zero_recipes.core.tables import plain
 

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, set_seed
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config import keys
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding, first_line, library_error_as_finding, refusal
 from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows

@@ -24,8 +24,9 @@ from datasets import Dataset
 from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from zero_recipes.config import recipe as recipes
-from zero_recipes.config.recipe import RowLengths, Settings
+from zero_recipes.config.row_lengths import RowLengths
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.trl_arguments import WITHOUT_LAUNCH, trl_arguments
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import (
     Finding,
@@ -347,8 +348,8 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
 
 
 def _counted(settings: Settings, path: Path) -> RowLengths:
-    settings = settings.replace(**recipes.WITHOUT_LAUNCH, dataset_num_proc=None, sample_prompts=None)
-    args = recipes.trl_arguments(settings, path).training
+    settings = settings.replace(**WITHOUT_LAUNCH, dataset_num_proc=None, sample_prompts=None)
+    args = trl_arguments(settings, path).training
     data = read_data(settings, load.load_tokenizer(settings))
     ours = RowKeys.of(settings)
     folder = _folder(data, args, ours)

@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.data.as_read import Reads, messages_as_read
 from zero_recipes.data.forms import alpaca_prompt, alpaca_row, tables, turns_of

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from zero_recipes.config.ds_config import FORCED
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.process import local_world_size
 from zero_recipes.engine.deepspeed import is_partitioned, set_adam_step, whole_shape

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import computed_in, precision_of
+from zero_recipes.config.settings import computed_in, precision_of
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
 from zero_recipes.core.process import PhaseClock, rank, signalled

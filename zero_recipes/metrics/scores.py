@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding, first_line, refusal
 
 OWN = ("exact_match", "token_f1", "reference_loss")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import library_error_as_finding, refusal
 
 # entries of a config.json that say nothing of the model

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from zero_recipes.config.ds_config import ModelSize
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal
 from zero_recipes.engine.huggingface import without_deepspeed_announcement
 from zero_recipes.model.build import build_on_meta, from_config, from_pretrained

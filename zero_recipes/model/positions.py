@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding, refusal
 from zero_recipes.model.meta import MetaModel
 

@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, entries_of
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.keys import tables
 from zero_recipes.config.read import parse_recipe
-from zero_recipes.config.recipe import Recipe, Settings
+from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.run import choose_device
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.trl_arguments import ONE_PROCESS, trl_arguments
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
 from zero_recipes.core.folder_lock import held
 from zero_recipes.data.load import PADDING_TOKENS, read_tokenizer
@@ -96,7 +97,7 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
     except NotWhole as error:
         raise refusal("ZR787", folder=folder, error=first_line(error)) from error
     recipe, is_ours = _recipe_of(folder, overrides, is_adapter)
-    of_one_process = tables()["one_process"] | {"trust_remote_code": trust_remote_code}
+    of_one_process = ONE_PROCESS | {"trust_remote_code": trust_remote_code}
     if is_adapter:  # it was trained on these weights
         of_one_process |= {key: getattr(recipe.settings, key) for key in QUANTIZED}
     settings = recipe.settings.replace(**of_one_process)
@@ -192,7 +193,7 @@ def load(
 def read_questions(target: Target, tokenizer: Tokenizer) -> list[Sample]:
     """The prompts of `sample_prompts`, references tokenized as in training. Raises Refusal."""
     settings = target.settings
-    training_args = recipes.trl_arguments(settings, target.recipe.path).training
+    training_args = trl_arguments(settings, target.recipe.path).training
     prompts = settings.sample_prompts
     rows = rows_to_ask(prompts, None, settings)
     samples = choose_samples(prompts, rows, settings.dataset_format, tokenizer, settings.dataset_test_split)

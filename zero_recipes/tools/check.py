@@ -5,6 +5,7 @@ import json
 import shlex
 
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.trl_arguments import WITHOUT_LAUNCH, trl_arguments
 from zero_recipes.core.findings import collected, downgraded, finding, ignored_codes, shown
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.core.process import local_world_size
@@ -103,8 +104,8 @@ def data_findings(run) -> list:
     from zero_recipes.data.samples import with_tokens
     from zero_recipes.model.positions import refuse_unknown_tokens
 
-    settings = run.settings.replace(**recipes.WITHOUT_LAUNCH)
-    training_args = recipes.trl_arguments(settings, run.recipe.path).training
+    settings = run.settings.replace(**WITHOUT_LAUNCH)
+    training_args = trl_arguments(settings, run.recipe.path).training
     data = prepare.read_data(settings, load.load_tokenizer(settings))
     splits, findings = prepare.prepare_splits(data, settings, training_args)
     train = splits[0]

@@ -12,9 +12,10 @@ from huggingface_hub import constants
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from zero_recipes.config import recipe as recipes
-from zero_recipes.config.recipe import Settings
-from zero_recipes.data.load import Rows, load_rows
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.trl_arguments import trl_arguments
+from zero_recipes.data.forms import Rows
+from zero_recipes.data.load import load_rows
 from zero_recipes.data.samples import Sample, choose_samples, with_tokens
 from zero_recipes.metrics.read_runs import SampleRow
 from zero_recipes.training.answers import reference_losses
@@ -56,7 +57,7 @@ def _of_split(settings: Settings, path: Path, tokenizer: Tokenizer) -> list[Samp
     try:
         rows: Rows = load_rows(settings.replace(eval_strategy="no"))[0]
         samples = choose_samples(ROWS, rows, settings.dataset_format, tokenizer, split)
-        training_args = recipes.trl_arguments(settings, path).training
+        training_args = trl_arguments(settings, path).training
         samples = with_tokens(samples, tokenizer, training_args, settings.assistant_mask)
     except Exception:  # readers of a dozen formats: other rows take their place
         return []

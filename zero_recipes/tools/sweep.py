@@ -24,6 +24,7 @@ from zero_recipes.config.accelerate import FOLDER, launched_environment
 from zero_recipes.config.command_line import words_without_tokens
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.config.read import parse_recipe
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import at_hand
 from zero_recipes.core.findings import REFUSAL_FILE, Refusal, ignored_codes, library_error_as_finding, refusal
 from zero_recipes.core.folder_lock import held, refuse_in_use
@@ -147,13 +148,13 @@ def row_of(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
         return row
 
 
-def refuse_own_ds_config(recipe: Path, settings: recipes.Settings) -> None:
+def refuse_own_ds_config(recipe: Path, settings: Settings) -> None:
     """It would clash with a strategy's, or train by it in a row that is called ddp."""
     if settings.deepspeed is not None:
         raise refusal("ZR861", recipe=recipe)
 
 
-def refuse_results(recipe: Path, settings: recipes.Settings, output_dir: Path, runs: Sequence["SweepRun"]) -> None:
+def refuse_results(recipe: Path, settings: Settings, output_dir: Path, runs: Sequence["SweepRun"]) -> None:
     occupied = []
     for run in runs:
         folder = output_dir / run.name

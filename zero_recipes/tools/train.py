@@ -3,10 +3,11 @@
 import argparse
 import os
 import shutil
+from pathlib import Path
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, file_named, read_accelerate_file
-from zero_recipes.core.files import FILES, at_hand
+from zero_recipes.core.files import FILES, at_hand, load_yaml
 from zero_recipes.core.findings import FAILED, INTERRUPTED, PREEMPTED, REFUSED, library_error_as_finding, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import STOPPING
@@ -46,14 +47,19 @@ def train(arguments: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     mapping = recipes.recipe_in_force(arguments.recipe)
-    file = arguments.config_file or file_named(mapping) or at_hand(FOLDER / "ddp.yaml")
+    named = arguments.config_file or file_named(mapping)
+    file = named or at_hand(FOLDER / "ddp.yaml")
     machines = read_accelerate_file(file).num_machines
     hosts = arguments.hosts or []
     if machines > 1 and not hosts:
         raise refusal("ZR881", file=file, machines=machines)
     machines = len(hosts) or 1
     gpus = 0 if mapping.get("use_cpu") else torch.cuda.device_count()
-    processes = arguments.num_processes or mapping.get(LAUNCH_KEYS[0]) or (gpus or 1) * machines
+    processes = arguments.num_processes or mapping.get(LAUNCH_KEYS[0])
+    if processes is None:
+        processes = (gpus or 1) * machines
+        if named is not None:
+            say_other_count(named, processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(Host().threads(processes // machines)))
     options = ["--config_file", file, "--num_processes", processes]
     if machines > 1:
@@ -80,6 +86,17 @@ def train(arguments: argparse.Namespace) -> int:
                 return INTERRUPTED
             return PREEMPTED if error.sigval in STOPPING else 128 + error.sigval
     return 0
+
+
+def say_other_count(file: Path, processes: int) -> None:
+    """Print that the accelerate file has another number of processes than are started.
+
+    The files of this repository have 2, whatever the machine has: one process per GPU is what most runs want.
+    """
+    written = load_yaml(file.read_text()).get("num_processes")
+    if written not in (None, -1, processes):
+        started = "1 process" if processes == 1 else f"{processes} processes"
+        print(f"starting {started}; for the {written} of {file} add --num_processes {written}", flush=True)
 
 
 def _exit_code(ranks: set[int]) -> int:

@@ -20,8 +20,10 @@ from rich.console import Console
 
 from zero_recipes.config.accelerate import FOLDER, launched_environment
 from zero_recipes.config.command_line import words_without_tokens
-from zero_recipes.config.keys import tables
-from zero_recipes.config.recipe import Recipe, RowLengths, derive_accumulation, without_tokens
+from zero_recipes.config.recipe import Recipe
+from zero_recipes.config.resolved_recipe import without_tokens
+from zero_recipes.config.row_lengths import RowLengths
+from zero_recipes.config.settings import derive_accumulation
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import FILES, at_hand, write_text
 from zero_recipes.core.findings import first_line, refusal
@@ -46,6 +48,19 @@ SAMPLED = 1000  # rows, for the length of packs
 APART = 0.01  # the same rows in a step
 PACKED_APART = 0.1  # other rows, as many tokens
 RECOMPUTES = "activation_checkpointing"
+# keys of a run that is measured and nothing else, as they stand on its command line
+ONLY_MEASURED = {
+    "early_stopping_patience": "null",
+    "lr_scheduler_kwargs": "null",
+    "lr_scheduler_type": "constant",  # a few steps have no schedule
+    "eval_strategy": "no",
+    "load_best_model_at_end": False,
+    "overwrite": True,
+    "push_to_hub": False,
+    "report_to": "none",
+    "sample_prompts": 0,
+    "skip_plan": True,
+}
 
 
 def tune(arguments: argparse.Namespace) -> int:
@@ -103,7 +118,7 @@ def _measure(
     def measure(run: sweep.SweepRun, steps: int, place: str) -> Row:
         started = time.monotonic()
         label = f"[{place}, {steps} steps] {described(run)}"
-        values = tables()["only_measured"] | {"max_steps": steps}
+        values = ONLY_MEASURED | {"max_steps": steps}
         words = [*overrides, *(f"--{key}={value}" for key, value in values.items())]
         metrics = sweep.launched(path, run, folder / run.name, label, processes, words, console)
         row = Row(run, steps, metrics, time.monotonic() - started)

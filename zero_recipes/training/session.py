@@ -19,7 +19,7 @@ from zero_recipes.checkpoint.resume import (
 )
 from zero_recipes.checkpoint.save import add_records
 from zero_recipes.checks.schedule import length_described
-from zero_recipes.config.recipe import write_resolved
+from zero_recipes.config.resolved_recipe import write_resolved
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Preempted, Refusal, library_error_as_finding
 from zero_recipes.core.process import PhaseClock, rank, remember_signals, say

@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.live import Live
 from rich.text import Text
 
-from zero_recipes.config.recipe import Recipe, Settings
+from zero_recipes.config.recipe import Recipe
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import FILES, write_json
 from zero_recipes.core.tables import terminal, working
 from zero_recipes.core.units import count

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from zero_recipes.checks import capacity
 from zero_recipes.config.ds_config import COPIES, number_in
-from zero_recipes.config.recipe import loaded_dtype
+from zero_recipes.config.settings import loaded_dtype
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.zero_paper import FP32, MIXED, ModelState, model_state_bytes
 from zero_recipes.metrics.flops import squares

@@ -23,7 +23,9 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
 from zero_recipes.config.ds_config import DsConfig, ModelSize, fill_own_autos, read_json_mapping
 from zero_recipes.config.read import parse_recipe
-from zero_recipes.config.recipe import Recipe, RowLengths, Settings, computed_in, loaded_dtype, stated
+from zero_recipes.config.recipe import Recipe
+from zero_recipes.config.row_lengths import RowLengths, stated
+from zero_recipes.config.settings import Settings, computed_in, derive_accumulation, loaded_dtype
 from zero_recipes.core.files import FILES, at_hand, package_yaml
 from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
@@ -240,7 +242,7 @@ def job_of(
 ) -> Job:
     """Raises Refusal where global_batch_size cannot be made of so many ranks."""
     settings = recipe.settings
-    accumulation = recipes.derive_accumulation(settings, recipe.explicit, ranks)
+    accumulation = derive_accumulation(settings, recipe.explicit, ranks)
     if accumulation is not None:
         settings = settings.replace(gradient_accumulation_steps=accumulation)
     if ds_config is None and ranks == 1:

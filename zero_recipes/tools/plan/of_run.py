@@ -14,7 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.config.recipe import RowLengths, Settings
+from zero_recipes.config.row_lengths import RowLengths
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.core.units import size

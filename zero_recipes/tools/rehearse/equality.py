@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import refusal
 from zero_recipes.tools.rehearse import observed, plain
 

@@ -24,6 +24,8 @@ from zero_recipes.checks import schedule
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, environments_of_ranks, file_named, launch_of
 from zero_recipes.config.read import parse_recipe
+from zero_recipes.config.resolved_recipe import without_tokens
+from zero_recipes.config.settings import Settings, derive_accumulation
 from zero_recipes.core.files import at_hand, write_json
 from zero_recipes.core.findings import FAILED, REFUSED, ignored_codes, shown
 from zero_recipes.core.folder_lock import held
@@ -85,14 +87,14 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
     if launch_of(mapping):  # of the real job: a run refuses another launch than its recipe's
         path = folder / "recipe.yaml"
         own = {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS}
-        write_json(path, recipes.without_tokens(own))  # JSON is YAML
+        write_json(path, without_tokens(own))  # JSON is YAML
     real = parse_recipe(path, mapping, arguments.overrides)
     settings = real.settings
     shares = settings.sequence_parallel_size
     cards = 0 if settings.use_cpu else torch.cuda.device_count()
     ranks = ranks_of(arguments.gpus, cards, Host().cores(), shares)
     replicas = arguments.gpus // shares
-    passes = recipes.derive_accumulation(settings, real.explicit, replicas)
+    passes = derive_accumulation(settings, real.explicit, replicas)
     if passes is not None:
         settings = settings.replace(gradient_accumulation_steps=passes)
     values = shortened(settings, ranks // shares)
@@ -135,7 +137,7 @@ def ranks_of(gpus: int, cards: int, cores: int, shares: int) -> int:
     return max(shares, ranks - ranks % shares)
 
 
-def shortened(settings: recipes.Settings, replicas: int) -> dict[str, Any]:
+def shortened(settings: Settings, replicas: int) -> dict[str, Any]:
     """Overrides that depend on the recipe. `replicas`: ranks with rows of their own."""
     passes = min(settings.gradient_accumulation_steps, MOST_PASSES)
     values: dict[str, Any] = {"gradient_accumulation_steps": passes}
@@ -149,7 +151,7 @@ def shortened(settings: recipes.Settings, replicas: int) -> dict[str, Any]:
     return values
 
 
-def ignored_in(settings: recipes.Settings, is_whole: bool) -> list[str]:
+def ignored_in(settings: Settings, is_whole: bool) -> list[str]:
     """Codes that the launches ignore: the recipe's, and what is so of a rehearsal alone."""
     codes = ignored_codes(settings.ignore)
     codes |= set(schedule.CODES)  # the phase `schedule` judges that of the job; three steps have another
@@ -158,14 +160,14 @@ def ignored_in(settings: recipes.Settings, is_whole: bool) -> list[str]:
     return sorted(codes)
 
 
-def names_layers(settings: recipes.Settings) -> bool:
+def names_layers(settings: Settings) -> bool:
     """Whether an adapter is put on layers by their numbers: the small model lacks some of them."""
     keys = (settings.lora_target_modules, settings.lora_target_parameters, settings.lora_modules_to_save)
     named = json.dumps([*keys, settings.peft_config], default=str)
     return settings.use_peft and re.search(r"layers_to_transform|\.\d+\.", named) is not None
 
 
-def first_rows(settings: recipes.Settings, count: int) -> dict[str, Any]:
+def first_rows(settings: Settings, count: int) -> dict[str, Any]:
     """Overrides for the first rows of each split. A stream needs none."""
 
     def part(split: str | None) -> str:
@@ -181,7 +183,7 @@ def first_rows(settings: recipes.Settings, count: int) -> dict[str, Any]:
     return {key: part(getattr(settings, key)) for key in ("dataset_train_split", "dataset_test_split")}
 
 
-def cpu_words(settings: recipes.Settings) -> tuple[list[str], list[str]]:
+def cpu_words(settings: Settings) -> tuple[list[str], list[str]]:
     """(overrides in place of what needs a GPU, what needs one)."""
     words = ["--skip_plan", "true", "--supervised_logits_only", "true"]  # as TRL does on GPUs
     needed = []

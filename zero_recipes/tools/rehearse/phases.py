@@ -10,7 +10,8 @@ from zero_recipes.checkpoint.save import NotWhole, read_manifest
 from zero_recipes.checks.schedule import schedule_findings, schedule_of
 from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.read import parse_recipe
-from zero_recipes.config.recipe import Settings, recipe_in_force, steps_by_epochs
+from zero_recipes.config.recipe import recipe_in_force
+from zero_recipes.config.settings import Settings, steps_by_epochs
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import (

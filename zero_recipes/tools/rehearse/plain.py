@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
-from zero_recipes.config import recipe as recipes
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.trl_arguments import WITHOUT_LAUNCH, trl_arguments
 from zero_recipes.model.config import adapter_config
 from zero_recipes.tools.rehearse import observed
 
@@ -172,7 +172,7 @@ class Stepper:
     """A model, and torch's own optimizer and schedule for it as the recipe and its ds_config say."""
 
     def __init__(self, model, settings: Settings, recipe: Path, ds_config: Mapping[str, Any], steps: int):
-        args = recipes.trl_arguments(settings.replace(**recipes.WITHOUT_LAUNCH), recipe).training
+        args = trl_arguments(settings.replace(**WITHOUT_LAUNCH), recipe).training
         self.model = model
         self.smoothing = settings.label_smoothing_factor
         self.limit = clipped_at(settings, ds_config)

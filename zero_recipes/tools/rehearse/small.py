@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
 
-from zero_recipes.config.recipe import Settings
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import library_error_as_finding
 from zero_recipes.model.config import load_config

@@ -29,8 +29,8 @@ from transformers.modeling_utils import set_zero3_state
 from trl import SFTTrainer, get_quantization_config
 
 from zero_recipes.checks.rules import packs_without_mask
-from zero_recipes.config import recipe as recipes
 from zero_recipes.config.strategy import Strategy, resolve_strategy
+from zero_recipes.config.trl_arguments import trl_arguments
 from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.engine.deepspeed import base_optimizer, gradient_tensors, optimizer_tensors, weight_tensors
@@ -103,7 +103,7 @@ def train_two_steps(job: Job, folder: str) -> dict:
     settings = job.settings.replace(**TABLES["left_out"], max_steps=STEPS, output_dir=folder, deepspeed=job.ds_config)
     settings = settings.replace(gradient_accumulation_steps=min(job.settings.gradient_accumulation_steps, 2))
     strategy = resolve_strategy(settings, {"WORLD_SIZE": str(job.world_size)}, size_of)
-    _, training_args, model_args, _ = recipes.trl_arguments(settings, Path("plan.yaml"))
+    _, training_args, model_args, _ = trl_arguments(settings, Path("plan.yaml"))
     # transformers and accelerate have taken the CPU
     on_gpu = job.device == "gpu"
     main_device = torch.device("gpu:0" if on_gpu else "cpu")
