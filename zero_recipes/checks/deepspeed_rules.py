@@ -319,7 +319,7 @@ def _is_cpu_adam(run: Run) -> bool:
 
 
 def _divides_by_8(run: Run) -> bool:
-    """Whether each tensor's part on a rank does; stage 3 rounds parts up."""
+    """Whether each tensor's part on a rank is a multiple of 8 elements; stage 3 rounds parts up."""
     if bare_model(run) is None:
         return True
     return all(-(-p.numel() // run.world_size) % 8 == 0 for p in bare_model(run).parameters())
@@ -346,7 +346,7 @@ def _left_out(run: Run) -> Iterator[Finding]:
 
 
 def _needed(run: Run) -> Iterator[str]:
-    """Keys without which DeepSpeed has a default of its own."""
+    """Names of the keys without which DeepSpeed trains with a default of its own, not with the recipe's value."""
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
     settings = run.settings
@@ -412,7 +412,7 @@ def _many_gathers(run: Run) -> Iterator[Finding]:
 
 
 def top_level_keys() -> set[str]:
-    """What DeepSpeed reads at the top of its configuration."""
+    """The names of all keys that DeepSpeed reads at the top of its configuration."""
     from deepspeed.runtime import constants
 
     named = {value for value in vars(constants).values() if isinstance(value, str)}
@@ -446,7 +446,7 @@ def _nvme(run: Run) -> Iterator[Finding]:
 
 
 def _separate_experts(run: Run) -> Iterator[Finding]:
-    """Mixtures of a model's own code with a module for each expert; transformers' hold a layer's in one tensor."""
+    """Mixtures of experts with a module for each, by a model's own code. transformers' hold a layer's in one tensor."""
     if not run.stage or run.world_size == 1 or bare_model(run) is None:
         return
     layers = {type(module).__name__ for module in bare_model(run).modules() if _has_separate_experts(module)}

@@ -354,20 +354,20 @@ def _loud_routers(run: Run) -> Iterator[Finding]:
 
 
 def told_where_rows_begin() -> set[str]:
-    """Model types whose packs need no mask (engine/attention.py)."""
+    """The model types whose packs need no mask (engine/attention.py)."""
     kinds = options()["packing"]
     return {*kinds["apart"]} - {*kinds["not_told"]}
 
 
 def packs_without_mask(settings: Settings, precision: str, kind: str | None) -> bool:
-    """On CUDA, from Ampere on. `kind`: the model's type."""
+    """Whether attention takes packed rows one by one, without a mask (CUDA, from Ampere on). `kind`: of model."""
     if precision == "fp32" or settings.torch_compile:
         return False
     return settings.attn_implementation in ("sdpa", None) and kind in told_where_rows_begin()
 
 
 def rounded_parameters(run: Run) -> Iterator[Finding]:
-    """Of those that the model's class keeps in fp32 (engine/fp32_parameters.py)."""
+    """Parameters that the model's class keeps in fp32 (engine/fp32_parameters.py), and this run rounds."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     model = bare_model(run)
     if dtype is None or model is None:
@@ -383,7 +383,7 @@ def rounded_parameters(run: Run) -> Iterator[Finding]:
 
 
 def _by_layer(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Their names, with * for the number of a layer."""
+    """The names of parameters, each once, with * for the number of a layer."""
     return ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name, _ in parameters}))
 
 
@@ -436,7 +436,7 @@ def packing(run: Run) -> Iterator[Finding]:
 
 
 def own_forward(run: Run) -> Iterator[Finding]:
-    """Of a model's own code, which TRL's fused LM head replaces."""
+    """A forward of the model's own code, which TRL's fused LM head replaces."""
     if not run.settings.trust_remote_code:
         return
     kind = type(bare_model(run))
@@ -445,6 +445,7 @@ def own_forward(run: Run) -> Iterator[Finding]:
 
 
 def processes(run: Run) -> Iterator[Finding]:
+    """A run of one process that was to have several, or has nobody to share its model states with."""
     if run.world_size > 1:
         return
     environment = run.environment
@@ -459,6 +460,7 @@ def processes(run: Run) -> Iterator[Finding]:
 
 
 def sequence_parallelism(run: Run) -> Iterator[Finding]:
+    """What does not go with sequences that several processes share (Ulysses), and other kinds of parallelism."""
     settings = run.settings
     size = settings.sequence_parallel_size
     if settings.parallelism_config is not None or is_on(run.environment, "PARALLELISM_CONFIG"):
@@ -486,7 +488,7 @@ def sequence_parallelism(run: Run) -> Iterator[Finding]:
 
 
 def _attention_findings(settings, size: int, config) -> Iterator[Finding]:
-    """Each process gets a part of the heads, and must see whole sequences."""
+    """Attention that cannot be shared: each process gets a part of the heads, and must see whole sequences."""
     heads = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None)
     if config is not None and (keys is None or heads % size or (keys % size and size % keys)):
