@@ -84,7 +84,7 @@ def codes() -> str:
     """A list to jump to each code, then the codes by area."""
     areas: dict[str, list[str]] = {}
     parts: dict[str, list[str]] = {}
-    for code, row in sorted(findings.table().items()):
+    for code, row in sorted(findings.table().items(), key=lambda item: by_area(item[0])):
         described = findings.described(code)
         area = described["area"][:1].upper() + described["area"][1:]
         notes = [
@@ -100,6 +100,11 @@ def codes() -> str:
     for area, texts in parts.items():
         page += [f"\n## {area}\n", *texts]
     return "".join(page)
+
+
+def by_area(code: str) -> tuple[str, int]:
+    """To sort codes: ZR2001 belongs to area 2, and comes after ZR299."""
+    return code[2], int(code[2:])
 
 
 def escaped(text: str) -> str:

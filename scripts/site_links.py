@@ -86,7 +86,7 @@ def with_cause_and_fix(markdown: str) -> str:
         # the heading gives the search and the links of other pages their place; a link to it opens the details
         return f'<details markdown="1">{head}\n\n##### {found[1]}\n\n<p>{"<br>".join(lines)}</p>\n\n</details>\n'
 
-    return re.sub(r"##### (ZR\d{3})\n\n([^\n]+)\n", explained, markdown)
+    return re.sub(r"##### (ZR\d{3,4})\n\n([^\n]+)\n", explained, markdown)
 
 
 def on_page_markdown(markdown, page, config, files):
@@ -105,7 +105,7 @@ def on_page_content(html, page, config, files):
     """A code such as ZR213 in a text links to its part of the page of codes."""
     if page.file.src_uri == "codes.md":
         return html
-    pattern = re.compile(r"<(a|code|pre|h\d)\b.*?</\1>|\bZR\d{3}\b", re.DOTALL)
+    pattern = re.compile(r"<(a|code|pre|h\d)\b.*?</\1>|\bZR\d{3,4}\b", re.DOTALL)
     return pattern.sub(
         lambda found: found[0] if found[1] else f'<a href="{CODES}#{found[0].lower()}">{found[0]}</a>', html
     )

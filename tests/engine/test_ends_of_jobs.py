@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, GPT2Config
 from tests.helpers import cases, ending_cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, arguments, write_recipe, write_rows
-from zero_recipes.checks.rules import options
+from zero_recipes.checks.rules import EVALUATION_GIVES
 from zero_recipes.metrics.read_runs import read_samples
 
 
@@ -80,7 +80,7 @@ def test_an_evaluation_gives_what_the_check_takes_for_its_results(two, tmp_path,
     path = write_recipe(tmp_path, **BEST, metric_for_best_model="eval_mean_token_accuracy", token_metrics=tokens)
     ranks = two.run(ending_cases.ending_without_rules, argv=arguments(path, "ddp", tmp_path / "out"))
     assert [rank["error"] for rank in ranks] == [None, None]
-    allowed = {f"eval_{name}" for name in options()["evaluation_gives"]}
+    allowed = {f"eval_{name}" for name in EVALUATION_GIVES}
     given = {*ranks[0]["evaluated"][0]}
     assert given - allowed == {"epoch"}, "transformers adds eval_ to a name without it"
     assert allowed - given == {"eval_aux_loss", "eval_model_preparation_time"}, "of experts, and of other evaluations"

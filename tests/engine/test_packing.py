@@ -14,10 +14,10 @@ from tests.helpers import flash_stand_in, step_cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import write_recipe, write_rows
 from tests.helpers.tools import before
-from zero_recipes.checks.rules import options, told_where_rows_begin
+from zero_recipes.checks.rules import packing_kinds, told_where_rows_begin
 from zero_recipes.engine import attention
 
-KINDS = options()["packing"]
+KINDS = packing_kinds()
 FLASH = "kernels-community/flash-attn2"
 
 
@@ -184,7 +184,7 @@ def test_rows_are_not_kept_apart_where_packing_is_refused(kind):
         with pytest.raises(ValueError, match="can't keep packed sequences apart"):
             seen_of_the_row_before(model)
     else:
-        assert seen_of_the_row_before(model) > 0.1, f"{kind} no longer leaks: take it off options.yaml"
+        assert seen_of_the_row_before(model) > 0.1, f"{kind} no longer leaks: take it off packing.yaml"
 
 
 def one_step(folder, **keys):

@@ -34,19 +34,15 @@ def without(name: str | None) -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def without_rules(*names: str) -> Iterator[None]:
-    """Without the rules of those names in zero_recipes/checks/options.yaml; of none: without any rule."""
+def without_rules(*codes: str) -> Iterator[None]:
+    """Without the conditions of those codes; of none: without any rule."""
     from zero_recipes.checks import deepspeed_rules, preflight, rules
 
-    conditions = rules.conditions
-
-    def but_these(*found: dict):
-        return conditions(*({name: holds for name, holds in each.items() if name not in names} for each in found))
-
     with contextlib.ExitStack() as off:
-        if names:
-            for module in (rules, deepspeed_rules):
-                off.enter_context(mock.patch.object(module, "conditions", but_these))
+        if codes:
+            for rule_set in (rules.recipe_rules, deepspeed_rules.strategy_rules):
+                others = {code: holds for code, holds in rule_set.conditions.items() if code not in codes}
+                off.enter_context(mock.patch.object(rule_set, "conditions", others))
         else:
             rules_of_all = (preflight.rule_findings, preflight.deepspeed_findings)
             others = tuple(check for check in preflight.OF_ITS_STRATEGY if check not in rules_of_all)

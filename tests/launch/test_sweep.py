@@ -92,6 +92,6 @@ def test_what_runs_is_measured_and_written_and_what_does_not_is_a_row(tmp_path, 
     told, new = capsys.readouterr().out, recipe.with_suffix(".tuned.yaml")
     ran = Metrics.read(tmp_path / "runs" / "zero2" / "metrics.json")
     assert len(ran.loss_history) == 12 and not ran.eval_history and not list((tmp_path / "runs").rglob("*.safetensors"))
-    assert "zero2_autocast, unchanged: refused" in new.read_text() and "ZR193" in told
+    assert "zero2_autocast, unchanged: refused" in new.read_text() and "ZR2031" in told
     assert yaml.safe_load(new.read_text()) == yaml.safe_load(recipe.read_text())
     assert cli.main(["check", str(new), "--config_file", "zero2.yaml"]) == 0

@@ -286,7 +286,7 @@ def test_a_network_of_the_command_line_counts_and_machines_are_launched_as_such(
 @pytest.mark.parametrize(
     ("options", "strategy", "reasons"),
     [
-        ("--gpus 2 --gpu h100-80gb --host_memory 512 --nvme 4000", "zero3", {"zero2_autocast": "ZR193"}),
+        ("--gpus 2 --gpu h100-80gb --host_memory 512 --nvme 4000", "zero3", {"zero2_autocast": "ZR2031"}),
         ("--gpus 2 --gpu a100-40gb --host_memory 64 --nvme 4000", "zero3_infinity",
          {"zero3_hpz": "ZR224", "zero3_plus_plus": "ZR226", "zero3_qgz": "ZR226"}),
         ("--gpus 2 --gpu a100-40gb --host_memory 64", None,

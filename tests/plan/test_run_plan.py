@@ -162,7 +162,7 @@ def test_a_run_is_planned_refused_and_rehearsed(gpu, capsys):
     gpu(500)
     with pytest.raises(Refusal, match="too large"), predicted.planning(run_to_plan()) as planned:
         planned()
-    (found,) = predicted.rehearsed(run_to_plan(), {})
+    (found,) = predicted.planned_findings(run_to_plan(), {})
     assert (found.code, found.level) == ("ZR816", "error")
     with predicted.planning(run_to_plan(ignore=["ZR816"])) as planned:
         assert planned().peak_memory_bytes == 512
@@ -183,7 +183,7 @@ def test_when_a_run_is_planned(gpu, device, values, planned):
     run = run_to_plan(device, **values)
     with predicted.planning(run) as plan:
         assert (plan() is not None) == planned
-    assert predicted.rehearsed(run, {}) == []
+    assert predicted.planned_findings(run, {}) == []
 
 
 def test_a_planner_that_fails_says_why_and_ends_the_run(monkeypatch):

@@ -39,7 +39,7 @@ from tests.helpers.tools import refusal_of
 from zero_recipes.checks import rules
 from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.checks.deepspeed_objects import parser_findings
-from zero_recipes.checks.rules import options
+from zero_recipes.checks.rules import packing_kinds
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos
 from zero_recipes.config.read import parse_recipe
@@ -114,8 +114,9 @@ def test_weights_in_mxfp4_are_not_trained_where_their_kernels_are(packages, stop
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: name in packages or None)
     run = Run(None, settings_with(), {}, Strategy("ddp", 1, DsConfig({}), ""), "cuda", {})
     quantized = SimpleNamespace(quantization_config={"quant_method": "mxfp4"})
-    assert bool(rules.stops_late(replace(run, meta=MetaModel(quantized, run.settings)))["mxfp4_kernels"]) == stops
-    assert not rules.stops_late(replace(run, meta=MetaModel(SimpleNamespace(), run.settings)))["mxfp4_kernels"]
+    holds = rules.recipe_rules.conditions["ZR472"]
+    assert holds(replace(run, meta=MetaModel(quantized, run.settings))) == stops
+    assert not holds(replace(run, meta=MetaModel(SimpleNamespace(), run.settings)))
 
 
 @pytest.mark.parametrize("named, in_config, warned", [(None, 0.9, True), (None, 0.001, False), (0.0, 0.9, False)])
@@ -127,7 +128,7 @@ def test_a_loud_loss_of_the_routers_is_said(named, in_config, warned):
 
 
 def test_packed_rows_by_the_type_of_the_model(found, tmp_path):
-    kinds = options()["packing"]
+    kinds = packing_kinds()
     assert not {*kinds["apart"]} & {*kinds["without_positions"], *kinds["recurrent"], *kinds["convolving"]}
     llama_config().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -148,7 +149,7 @@ def test_lora_with_another_tokenizers_chat_template_on_tied_embeddings(found, tm
     for tied in (True, False):
         llama_config(tie_word_embeddings=tied).save_pretrained(tmp_path)
         AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(tmp_path)
-        assert (("error", "lora_template") in found(keys | {"model_name_or_path": str(tmp_path)})) is tied
+        assert (("error", "ZR453") in found(keys | {"model_name_or_path": str(tmp_path)})) is tied
 
 
 def test_lora_with_another_tokenizers_chat_template_on_a_model_without_embed_tokens(found, tmp_path):
@@ -162,7 +163,7 @@ def test_lora_with_another_tokenizers_chat_template_on_a_model_without_embed_tok
     ):
         config(vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=4).save_pretrained(tmp_path)
         keys = {"use_peft": True, "chat_template_path": str(other), "model_name_or_path": str(tmp_path)}
-        assert (("error", "lora_embeddings") in found(keys)) is stops, (config, other)
+        assert (("error", "ZR454") in found(keys)) is stops, (config, other)
 
 
 def test_weights_that_bitsandbytes_passes_over(found, tmp_path):
@@ -170,7 +171,7 @@ def test_weights_that_bitsandbytes_passes_over(found, tmp_path):
     for config, passes in ((FalconConfig, True), (MixtralConfig, True), (GPT2Config, False), (LlamaConfig, False)):
         config(vocab_size=9999, hidden_size=64, num_hidden_layers=1, num_attention_heads=4).save_pretrained(tmp_path)
         keys = faults.FOUR | {"random_weights": False, "model_name_or_path": str(tmp_path)}
-        assert (("error", "quantizes_little") in found(keys)) is passes, config
+        assert (("error", "ZR474") in found(keys)) is passes, config
 
 
 def test_frozen_weights_in_float32(found):
@@ -194,9 +195,9 @@ def test_the_shipped_configurations_have_no_finding(found):
     for path in sorted((ROOT / "ds_configs").glob("*.json")):
         changes = {"deepspeed": str(path), "nvme_path": str(ROOT), "bf16": "autocast" not in path.stem}
         for device in ("cpu", "cuda"):
-            given = {what for _, what in found(changes, device=device, environment=TWO_NODES)} - {"quantized_sizes"}
+            codes = {code for _, code in found(changes, device=device, environment=TWO_NODES)} - {"ZR2005"}
             quantizes = "_q" in path.stem or "plus_plus" in path.stem
-            assert given == ({"quantized_communication_on_cpu"} if quantizes and device == "cpu" else set()), path
+            assert codes == ({"ZR2004"} if quantizes and device == "cpu" else set()), path
 
 
 def test_what_the_parser_refuses_is_found_without_a_trace(tmp_path, monkeypatch, capfd):
@@ -302,17 +303,12 @@ def test_a_run_without_mixed_precision_computes_in_the_dtype_of_its_weights(tmp_
 SOUND: set[tuple[str, bool]] = set()  # twins without a finding
 
 
-def text_of(fault) -> str:
-    texts = options()["stops_late"] | options()["silent"]
-    return texts[fault.names]["option"] if fault.code in ("ZR192", "ZR193") else fault.names
-
-
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_fault_is_found_and_its_fixed_twin_passes(fault, tmp_path):
     data = fault.code.startswith("ZR5")  # what is found in rows and splits
     found = findings_of(fault.bad, tmp_path / "bad", data)
     assert all(finding.why and finding.fix for finding in found)
-    named = [f for f in found if f.code == fault.code and f.level == fault.level and text_of(fault) in str(f.what)]
+    named = [f for f in found if f.code == fault.code and f.level == fault.level and fault.names in f.what]
     assert named, [str(finding) for finding in found]
     if (repr(fault.fixed), data) not in SOUND:  # many faults have the same twin
         fixed = findings_of(fault.fixed, tmp_path / "fixed", data)
@@ -376,7 +372,7 @@ def test_each_code_is_made_in_one_place_which_fills_in_its_placeholders():
     for path in sorted((ROOT / "zero_recipes").rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
             code = getattr(call.args[0], "value", None) if isinstance(call, ast.Call) and call.args else None
-            if isinstance(code, str) and re.fullmatch(r"ZR\d{3}", code):
+            if isinstance(code, str) and re.fullmatch(r"ZR\d{3,4}", code):
                 calls.append((code, {keyword.arg for keyword in call.keywords}))
     assert sorted(code for code, _ in calls) == sorted(table())
     for code, filled in calls:

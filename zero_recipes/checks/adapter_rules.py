@@ -39,8 +39,10 @@ class Named(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def adapted_model(run: Run) -> Any:
-    """The model with its adapter, without weights. None where there is none, or PEFT refuses it: making TRL's trainer
-    reports that."""
+    """The run's model with its adapter, as PEFT makes it, without weights.
+
+    None where there is no adapter, and where PEFT refuses it: making TRL's trainer reports that.
+    """
     import peft
 
     if not run.settings.use_peft or bare_model(run) is None:
@@ -54,7 +56,10 @@ def adapted_model(run: Run) -> Any:
 
 
 def trained_without_memory(run: Run) -> str | None:
-    """What would train. None where the model is not at hand, or gets its adapter and its new tokens from TRL."""
+    """What a run would train, in words (model.py `trained_parts`).
+
+    None where the model is not at hand, or gets its adapter and its new tokens from TRL.
+    """
     if run.settings.use_peft and run.settings.clones_tokenizer:
         return None
     model = adapted_model(run) if run.settings.use_peft else bare_model(run)
@@ -62,6 +67,7 @@ def trained_without_memory(run: Run) -> str | None:
 
 
 def adapter_findings(run: Run) -> Iterator[Finding]:
+    """Names in the keys of LoRA and other adapters that match nothing of the model."""
     settings = run.settings
     if not settings.use_peft:
         yield from _without_adapter(run)
@@ -79,7 +85,7 @@ def adapter_findings(run: Run) -> Iterator[Finding]:
 
 
 def _without_adapter(run: Run) -> Iterator[Finding]:
-    """The recipe names parts for LoRA, and says nothing of `use_peft`. One that says false means it."""
+    """A recipe that names parts for LoRA, and says nothing of `use_peft`. One that says false means it."""
     explicit = run.recipe.explicit
     named = [key for key in TRL_KEYS.values() if explicit.get(key)]
     if named and "use_peft" not in explicit:
@@ -92,7 +98,7 @@ def _key_in_recipe(key: str, settings: Settings) -> str:
 
 
 def _names(model: nn.Module, adapted: Any, written: Any) -> Iterator[Named]:
-    """Of each key that names something. `model`: without the adapter. `written`: PEFT's configuration."""
+    """What each key names in vain. `model`: without the adapter. `written`: the recipe's configuration for PEFT."""
     (in_force,) = adapted.peft_config.values()  # PEFT has filled in what the model's type decides
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -127,7 +133,7 @@ def _tails(names: Iterable[str], parts: int) -> list[str]:
 
 
 def _texts(config: Any, key: str) -> list[str]:
-    """Names as a list; of one text the text itself."""
+    """The value of a key as a list of names, in order; one text is one name."""
     value = getattr(config, key, None)
     if isinstance(value, str):
         return [value]
@@ -185,7 +191,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _idle_exclusions(written: Any, in_force: Any, modules: list[str]) -> list[str]:
-    """An exclusion is matched as a target is."""
+    """Names in `exclude_modules` that exclude nothing: PEFT matches them as it matches targets."""
     idle = []
     limits = {"modules_to_save": None, "layers_to_transform": None, "exclude_modules": None}
     for name in _texts(written, "exclude_modules"):
@@ -196,7 +202,7 @@ def _idle_exclusions(written: Any, in_force: Any, modules: list[str]) -> list[st
 
 
 def _layers(in_force: Any, modules: list[str]) -> Iterator[Named]:
-    """`layers_to_transform`, which are numbers, and `layers_pattern`, names of lists of layers."""
+    """What `layers_to_transform` (numbers) and `layers_pattern` (names of lists of layers) name in vain."""
     indexes = getattr(in_force, "layers_to_transform", None)
     if indexes is None:
         return
@@ -224,7 +230,7 @@ def _ranges(numbers: set[int]) -> list[str]:
 
 
 def _idle_patterns(patterns: Any, targeted: list[str]) -> list[str]:
-    """Those that give no target its rank or alpha. Of several that match a target PEFT takes the first."""
+    """Patterns that give no target its rank or alpha. Of several that match a target PEFT takes the first."""
     from peft.utils.other import get_pattern_key
 
     if not isinstance(patterns, dict):
@@ -234,7 +240,10 @@ def _idle_patterns(patterns: Any, targeted: list[str]) -> list[str]:
 
 
 def _unknown_tokens(model: nn.Module, written: Any) -> Iterator[Finding]:
-    """Without memory no embedding is looked up. With weights it would stop, on a GPU by a device-side assert."""
+    """Trained tokens that the embedding does not have.
+
+    With weights the run would stop, on a GPU by a device-side assert. A model without memory looks nothing up.
+    """
     wanted = getattr(written, "trainable_token_indices", None)
     if not wanted:
         return

@@ -1,4 +1,4 @@
-"""Room for a run: memory of the host, disk for checkpoints and swap files. Lower bounds. It imports no torch itself.
+"""Room for a run, as lower bounds: memory of the host, disk for checkpoints and swap files. No import of torch.
 
 File names are those of DeepSpeed 0.19.8, under deepspeed/runtime/.
 """
@@ -20,7 +20,7 @@ DEFAULT_BUFFER = 10**8  # elements: zero/offload_config.py
 
 
 def room_findings(run: Run, here: int, host: Host) -> list[Finding]:
-    """`here`: processes on this machine."""
+    """Too little memory or disk; empty where the model is not at hand. `here`: processes on this machine."""
     from zero_recipes.checks.rules import bare_model
 
     model = bare_model(run)
@@ -36,7 +36,7 @@ def room_findings(run: Run, here: int, host: Host) -> list[Finding]:
 
 
 def memory_findings(run: Run, psi: int, here: int, host: Host) -> Iterator[Finding]:
-    """The kernel would kill a process, with exit code -9 and no message."""
+    """Too little host memory: the kernel would kill a process, with exit code -9 and no message."""
     terms = _host_terms(run, psi, here)
     needed = sum(terms.values())
     limit, source = host.memory()
@@ -46,7 +46,7 @@ def memory_findings(run: Run, psi: int, here: int, host: Host) -> Iterator[Findi
 
 
 def disk_findings(run: Run, psi: int, here: int, host: Host) -> Iterator[Finding]:
-    """The run would end at its first checkpoint or, trained, at its last line."""
+    """Too little disk: the run would end at its first checkpoint or, trained, at its last line."""
     terms = _disk_terms(run, psi, here)
     needed = sum(terms.values())
     free = host.free_disk(run.output_dir)
@@ -56,7 +56,7 @@ def disk_findings(run: Run, psi: int, here: int, host: Host) -> Iterator[Finding
 
 
 def _bytes_that_go(run: Run) -> int:
-    """Under overwrite the run before the last one, else checkpoints."""
+    """Bytes that go before the room is needed: under overwrite the run before the last one, else checkpoints."""
     from zero_recipes.checkpoint.output_dir import previous_of, saved_in
 
     places = saved_in(run.output_dir)
@@ -67,7 +67,7 @@ def _bytes_that_go(run: Run) -> int:
 
 
 def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iterator[Finding]:
-    """`sizes`: elements of each tensor of the model."""
+    """Too little room on NVMe, or in the buffers for it. `sizes`: elements of each tensor of the model."""
     config = run.ds
     if not config.on_nvme or config.stage != 3:
         return
@@ -180,6 +180,8 @@ def swap_buffers(config: DsConfig, group: float, ranks: int = 0) -> dict[str, fl
 
 
 class SwapTensor(NamedTuple):
+    """One tensor of a model, as far as its swap files depend on it."""
+
     size: int  # elements
     is_matrix: bool
     trained: bool
@@ -226,7 +228,10 @@ def read_at_resume(weights: float, optimizer: float, zero_stage: int | None, wor
 
 
 def _states(run: Run, psi: int) -> ModelState:
-    """Gradients and optimizer only of Adam. Outside of DeepSpeed's 16 bits everything has the weights' dtype."""
+    """Bytes of one process's model states: gradients and optimizer where it is Adam.
+
+    Outside of DeepSpeed's 16 bits everything has the weights' dtype.
+    """
     settings = run.settings
     is_adam = run.ds.optimizer is None and settings.optimizer_name in OF_CPU_ADAM
     trainable = psi if is_adam and not settings.use_peft else 0
@@ -292,7 +297,7 @@ def _disk_terms(run: Run, psi: int, here: int) -> dict[str, int]:
 
 
 def _checkpoints_kept(settings: Settings) -> int:
-    """At least. The oldest is deleted after the newest is written."""
+    """How many checkpoints are on disk at once, at least. The oldest is deleted after the newest is written."""
     steps = settings.max_steps
     interval = settings.save_steps
     written = 1

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from zero_recipes.checks.rules import bare_model, conditions, options
+from zero_recipes.checks.rule_set import RuleSet
+from zero_recipes.checks.rules import bare_model
 from zero_recipes.config.accelerate import ds_config_file, is_on
 from zero_recipes.config.ds_config import FORCED, OF_CPU_ADAM, parsed_zero
 from zero_recipes.config.keys import tables
@@ -19,9 +19,42 @@ PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket
 ADAMS = ("adam", "adamw")  # those of a ds_config's optimizer block that become DeepSpeedCPUAdam
 BLOCK = 25_000_000  # elements of a reduce bucket: below it messages are too small for the bandwidth of GPUs
 MOSTLY_LOST = 1e-4  # learning rates up to here: benchmarks/results/bf16_states.json
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # blocks, and what they import
+TESTED_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "muon")  # with ZeRO: runtime/zero/utils.py
+# schedulers whose warm-up is logarithmic where warmup_type does not say otherwise
+LOGARITHMIC_WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+WITHOUT_EFFECT = {  # keys, and why they have none under the Trainer
+    "activation_checkpointing": "the Trainer uses the recipe's activation_checkpointing instead",
+    "aio.thread_count": "DeepSpeed reads aio.intra_op_parallelism",
+    "zero_optimization.leaf_module": "only stage 3 gathers weights by module",
+}
+PROJECTS = "It projects gradients of matrices, and a piece is none."
+KEEPS_FACTORS = "It keeps a factor for each dimension of a matrix."
+QUANTIZES_BLOCKS = (
+    "It quantizes a tensor's states in blocks, and keeps those of {kept} in 32 bits. Blocks now reach from one tensor "
+    "into the next, and small tensors are quantized too."
+)
+# What optimizers with these words in their names do with a tensor's shape. ZeRO's partitions have one dimension.
+# DeepSpeed's own Muon is given whole matrices.
+BY_SHAPE = {
+    "galore": PROJECTS,
+    "apollo": PROJECTS,
+    "adafactor": "It factors the second moments of matrices, and bounds an update by the tensor's own size. Nothing is "
+    "factored, so the states take as much memory as unfactored ones.",
+    "stable_adamw": "It bounds an update by the tensor's own size.",
+    "lamb": "It scales an update by the tensor's own norm.",
+    "shampoo": KEEPS_FACTORS,
+    "soap": KEEPS_FACTORS,
+    "8bit": QUANTIZES_BLOCKS.format(kept="small tensors and embeddings"),
+    "4bit": QUANTIZES_BLOCKS.format(kept="small tensors"),
+}
+
+
+strategy_rules = RuleSet()
 
 
 def deepspeed_findings(run: Run) -> list[Finding]:
+    """What is wrong with the ds_config of a run, alone or with its recipe. Empty without DeepSpeed."""
     if not run.strategy.is_deepspeed:
         return []
     return [
@@ -38,84 +71,217 @@ def deepspeed_findings(run: Run) -> list[Finding]:
 
 
 def strategy_findings(run: Run) -> list[Finding]:
-    """Those that a plan needs."""
-    return [*conditions(_stops(run), _silent(run)), *_zero_plus_plus(run), *_nvme(run)]
+    """Those of deepspeed_findings that a plan needs: they say whether the strategy can run at all."""
+    return [*strategy_rules.findings(run), *_zero_plus_plus(run), *_nvme(run)]
 
 
-def _stops(run: Run) -> dict[str, Any]:
-    settings = run.settings
-    ds = run.ds
-    zero = ds.zero
-    at_3 = run.stage == 3
-    on_cpu = run.device == "cpu"
-    optimizer = _optimizer_type(run)
-    scatters = zero.get("reduce_scatter", True)
+# ---- with keys of the recipe
+
+
+@strategy_rules.rule("ZR2001")
+def _best_of_models_alone(run: Run) -> bool:
+    return run.settings.save_only_model and run.settings.load_best_model_at_end
+
+
+@strategy_rules.rule("ZR2002")
+def _seeks_batch_size_at_stage_3(run: Run) -> bool:
+    return run.stage == 3 and run.settings.auto_find_batch_size
+
+
+@strategy_rules.rule("ZR2003")
+def _monitor_without_its_package(run: Run) -> bool:
+    return any(run.value(f"{name}.enabled") and not find_spec(package) for name, package in MONITORS.items())
+
+
+# ---- ZeRO++
+
+
+@strategy_rules.rule("ZR2004")
+def _quantized_communication_on_a_cpu(run: Run) -> bool:
+    quantizes = run.ds.quantizes_weights or run.ds.quantizes_gradients
+    return run.stage == 3 and run.device == "cpu" and quantizes
+
+
+@strategy_rules.rule("ZR2005")
+def _quantized_weights_of_odd_sizes(run: Run) -> bool:
+    return run.stage == 3 and run.ds.quantizes_weights and not _divides_by_8(run)
+
+
+@strategy_rules.rule("ZR2006")
+def _hpz_groups_are_uneven(run: Run) -> bool:
+    size = run.ds.hpz_partition_size
+    return run.stage == 3 and isinstance(size, int) and run.world_size % min(size, run.world_size) != 0
+
+
+@strategy_rules.rule("ZR2022")
+def _hpz_with_offload(run: Run) -> bool:
+    return run.stage == 3 and run.ds.hpz_partition_size not in (1, "auto") and run.ds.offloads
+
+
+@strategy_rules.rule("ZR2027")
+def _quantizes_frozen_weights(run: Run) -> bool:
+    return bool(run.ds.zero.get("zero_quantized_nontrainable_weights"))
+
+
+# ---- offload
+
+
+@strategy_rules.rule("ZR2007")
+def _prefetches_from_nvme(run: Run) -> bool:
+    return run.ds.offload_param == "nvme" and run.ds.zero.get("stage3_prefetch_bucket_size", PREFETCH) != 0
+
+
+@strategy_rules.rule("ZR2014")
+def _offload_that_accelerate_does_not_read(run: Run) -> bool:
+    return bool(run.ds.zero.get("cpu_offload")) and not run.ds.optimizer
+
+
+@strategy_rules.rule("ZR2023")
+def _nvme_below_stage_3(run: Run) -> bool:
+    return bool(run.ds.on_nvme) and run.stage != 3
+
+
+@strategy_rules.rule("ZR2026")
+def _super_offload(run: Run) -> bool:
+    return bool(run.value("zero_optimization.offload_optimizer.super_offload"))
+
+
+# ---- optimizers
+
+
+@strategy_rules.rule("ZR2009")
+def _muon_scatters(run: Run) -> bool:
+    return run.stage == 3 and _optimizer_type(run) == "muon" and _scatters(run)
+
+
+@strategy_rules.rule("ZR2010")
+def _zenflow(run: Run) -> bool:
+    return bool(run.ds.zero.get("zenflow"))
+
+
+@strategy_rules.rule("ZR2012")
+def _untested_optimizer(run: Run) -> bool:
+    is_untested = bool(run.ds.optimizer) and _optimizer_type(run) not in TESTED_OPTIMIZERS
+    return bool(run.stage) and is_untested and not run.ds.raw.get("zero_allow_untested_optimizer")
+
+
+@strategy_rules.rule("ZR2016")
+def _lion_on_a_cpu(run: Run) -> bool:
+    return run.device == "cpu" and _optimizer_type(run) == "lion" and not run.ds.offload_optimizer
+
+
+# ---- gradients
+
+
+@strategy_rules.rule("ZR2008")
+def _gradients_of_another_dtype_at_stage_0(run: Run) -> bool:
+    return run.stage == 0 and run.ds.grad_accum_dtype not in (None, run.settings.precision)
+
+
+@strategy_rules.rule("ZR2013")
+def _script_counts_micro_batches(run: Run) -> bool:
+    return run.value("managed_gradient_accumulation") is False
+
+
+@strategy_rules.rule("ZR2015")
+def _needs_the_norm_left_out(run: Run) -> bool:
+    leaves_out = run.ds.zero.get("compute_grad_norm") is False
+    return leaves_out and (run.settings.max_grad_norm > 0 or bool(run.ds.offload_optimizer))
+
+
+@strategy_rules.rule("ZR2017")
+def _scales_gradients_above_stage_1(run: Run) -> bool:
     divides = run.value("gradient_predivide_factor") not in (None, 1.0)
-    scales = divides or ds.raw.get("prescale_gradients")
-    quantizes = ds.quantizes_weights or ds.quantizes_gradients
-    hpz = ds.hpz_partition_size
-    without_norm = zero.get("compute_grad_norm") is False
-    keeps_masters = ds.bf16_states or ds.on_nvme or (ds.offload_optimizer and _is_cpu_adam(run))
-    casts_states = ds.bf16_masters and ds.bf16_states and ds.offload_optimizer == "cpu"
-    routing = run.value("data_efficiency.data_routing.enabled")
-    return {
-        "best_of_models_only": settings.save_only_model and settings.load_best_model_at_end,
-        "auto_find_batch_size": at_3 and settings.auto_find_batch_size,
-        "quantized_communication_on_cpu": at_3 and on_cpu and quantizes,
-        "quantized_sizes": at_3 and ds.quantizes_weights and not _divides_by_8(run),
-        "hpz_partition": at_3 and isinstance(hpz, int) and run.world_size % min(hpz, run.world_size),
-        "nvme_prefetch": ds.offload_param == "nvme" and zero.get("stage3_prefetch_bucket_size", PREFETCH) != 0,
-        "grad_accum_dtype": run.stage == 0 and ds.grad_accum_dtype not in (None, settings.precision),
-        "muon": at_3 and optimizer == "muon" and scatters,
-        "zenflow": zero.get("zenflow"),
-        "legacy_stage1": zero.get("legacy_stage1"),
-        "data_routing": run.value("data_efficiency.enabled") and routing,
-        "monitor_package": any(
-            run.value(f"{name}.enabled") and not find_spec(package) for name, package in options()["monitors"].items()
-        ),
-        "untested_optimizer": run.stage
-        and ds.optimizer
-        and optimizer not in options()["tested_optimizers"]
-        and not ds.raw.get("zero_allow_untested_optimizer"),
-        "managed_accumulation": run.value("managed_gradient_accumulation") is False,
-        "deprecated_offload": zero.get("cpu_offload") and not ds.optimizer,
-        "no_gradient_norm": without_norm and (settings.max_grad_norm > 0 or ds.offload_optimizer),
-        "lion_on_cpu": on_cpu and optimizer == "lion" and not ds.offload_optimizer,
-        "zero_predivide": run.value("gradient_predivide_factor") == 0,
-        "gradient_scaling": (run.stage > 1 and scatters and scales) or (at_3 and divides),
-        "bf16_masters": ds.bf16_masters and not keeps_masters,
-        "bf16_states": casts_states and not _has_adam_block(run),
-        "autocast_quantized": ds.autocast and ds.quantizes_weights,
-    }
+    scales = divides or bool(run.ds.raw.get("prescale_gradients"))
+    return (run.stage > 1 and _scatters(run) and scales) or (run.stage == 3 and divides)
 
 
-def _silent(run: Run) -> dict[str, Any]:
-    settings = run.settings
+@strategy_rules.rule("ZR2028")
+def _sums_gradients(run: Run) -> bool:
+    return run.stage < 3 and str(run.ds.raw.get("gradient_allreduce_op")).lower() == "sum"
+
+
+# ---- precision
+
+
+@strategy_rules.rule("ZR2018")
+def _bf16_masters_without_bf16_states(run: Run) -> bool:
     ds = run.ds
-    at_3 = run.stage == 3
-    hpz = at_3 and ds.hpz_partition_size not in (1, "auto")
-    fp16_masters = run.value("fp16.fp16_master_weights_and_grads")
-    unnamed_dtype = ds.autocast and run.value("torch_autocast.dtype") is None
-    return {
-        "fp16_stage_0": settings.fp16 and run.stage == 0 and run.value("fp16.loss_scale") != 1,
-        "hpz_offload": hpz and ds.offloads,
-        "nvme_stage": ds.on_nvme and not at_3,
-        "autotp": run.value("tensor_parallel.autotp_size") not in (None, 0, 1),  # DeepSpeed takes "2" too
-        "deepcompile": run.value("compile.deepcompile"),
-        "super_offload": run.value("zero_optimization.offload_optimizer.super_offload"),
-        "quantized_frozen": ds.zero.get("zero_quantized_nontrainable_weights"),
-        "summed_gradients": run.stage < 3 and str(ds.raw.get("gradient_allreduce_op")).lower() == "sum",
-        "bf16_masters_precision": ds.bf16_masters and settings.precision != "bf16",
-        "masters_never_compared": fp16_masters or (ds.bf16_masters and ds.on_nvme),
-        "autocast_16_bit": ds.autocast and settings.precision != "fp32",
-        "autocast_dtype": ds.autocast == "fp16" or unnamed_dtype,
-    }
+    keeps_masters = ds.bf16_states or ds.on_nvme or (ds.offload_optimizer and _is_cpu_adam(run))
+    return ds.bf16_masters and not keeps_masters
+
+
+@strategy_rules.rule("ZR2019")
+def _offloads_bf16_states_without_adam(run: Run) -> bool:
+    ds = run.ds
+    casts_states = ds.bf16_masters and ds.bf16_states and ds.offload_optimizer == "cpu"
+    return casts_states and not _has_adam_block(run)
+
+
+@strategy_rules.rule("ZR2029")
+def _bf16_masters_of_another_precision(run: Run) -> bool:
+    return run.ds.bf16_masters and run.settings.precision != "bf16"
+
+
+@strategy_rules.rule("ZR2030")
+def _masters_that_nobody_compared(run: Run) -> bool:
+    in_fp16 = run.value("fp16.fp16_master_weights_and_grads")
+    return bool(in_fp16 or (run.ds.bf16_masters and run.ds.on_nvme))
+
+
+@strategy_rules.rule("ZR2021")
+def _fp16_at_stage_0(run: Run) -> bool:
+    return run.settings.fp16 and run.stage == 0 and run.value("fp16.loss_scale") != 1
+
+
+@strategy_rules.rule("ZR2020")
+def _autocast_of_quantized_weights(run: Run) -> bool:
+    return run.ds.autocast is not None and run.ds.quantizes_weights
+
+
+@strategy_rules.rule("ZR2031")
+def _autocast_of_16_bit_weights(run: Run) -> bool:
+    return run.ds.autocast is not None and run.settings.precision != "fp32"
+
+
+@strategy_rules.rule("ZR2032")
+def _autocast_to_fp16(run: Run) -> bool:
+    # without a dtype torch takes fp16
+    is_unnamed = run.ds.autocast is not None and run.value("torch_autocast.dtype") is None
+    return run.ds.autocast == "fp16" or is_unnamed
+
+
+# ---- other engines
+
+
+@strategy_rules.rule("ZR2011")
+def _drops_tokens_at_random(run: Run) -> bool:
+    return bool(run.value("data_efficiency.enabled") and run.value("data_efficiency.data_routing.enabled"))
+
+
+@strategy_rules.rule("ZR2024")
+def _tensor_parallel(run: Run) -> bool:
+    return run.value("tensor_parallel.autotp_size") not in (None, 0, 1)  # DeepSpeed takes "2" too
+
+
+@strategy_rules.rule("ZR2025")
+def _deepcompile(run: Run) -> bool:
+    return bool(run.value("compile.deepcompile"))
+
+
+@strategy_rules.rule("ZR239")
+def _pipeline(run: Run) -> bool:
+    return bool(run.ds.raw.get("pipeline"))
+
+
+def _scatters(run: Run) -> bool:
+    return run.ds.zero.get("reduce_scatter", True)
 
 
 def _flat_pieces(run: Run) -> Iterator[Finding]:
-    """Of an optimizer that looks at the shapes of tensors."""
+    """An optimizer that looks at the shapes of tensors, under ZeRO, whose pieces have lost them."""
     name = _optimizer_type(run) if run.ds.optimizer else run.settings.optimizer_name
-    for kind, why in options()["shapes"].items():
+    for kind, why in BY_SHAPE.items():
         if run.stage and kind in name:
             yield finding("ZR270", optimizer=name, why=why, stage=run.stage)
             return  # galore_adafactor is of the first alone
@@ -153,7 +319,7 @@ def _is_cpu_adam(run: Run) -> bool:
 
 
 def _divides_by_8(run: Run) -> bool:
-    """Whether each tensor's part on a rank does; stage 3 rounds parts up."""
+    """Whether each tensor's part on a rank is a multiple of 8 elements; stage 3 rounds parts up."""
     if bare_model(run) is None:
         return True
     return all(-(-p.numel() // run.world_size) % 8 == 0 for p in bare_model(run).parameters())
@@ -180,7 +346,7 @@ def _left_out(run: Run) -> Iterator[Finding]:
 
 
 def _needed(run: Run) -> Iterator[str]:
-    """Keys without which DeepSpeed has a default of its own."""
+    """Names of the keys without which DeepSpeed trains with a default of its own, not with the recipe's value."""
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
     settings = run.settings
@@ -200,7 +366,7 @@ def _schedule(run: Run) -> Iterator[Finding]:
     source = run.strategy.source
     kind = run.value("scheduler.type")
     parameters = run.value("scheduler.params") or {}
-    if kind in options()["logarithmic_warmups"] and "warmup_type" not in parameters:
+    if kind in LOGARITHMIC_WARMUPS and "warmup_type" not in parameters:
         yield finding("ZR216", type=kind, source=source)
     if run.ds.bf16_masters and run.settings.learning_rate <= MOSTLY_LOST:
         yield finding("ZR294", learning_rate=run.settings.learning_rate)
@@ -209,19 +375,20 @@ def _schedule(run: Run) -> Iterator[Finding]:
 def _without_effect(run: Run) -> Iterator[Finding]:
     unknown = sorted(run.ds.raw.keys() - top_level_keys())
     reasons = dict.fromkeys(unknown, "DeepSpeed has no such key")
-    for key, reason in options()["without_effect"].items():
+    for key, reason in WITHOUT_EFFECT.items():
         has_effect = key.endswith("leaf_module") and run.stage == 3
         if run.value(key) is not None and not has_effect:
             reasons[key] = reason
     if reasons:
         named = "; ".join(f"{key} ({reason})" for key, reason in reasons.items())
         yield finding("ZR220", source=run.strategy.source, named=named)
-    if run.ds.raw.get("pipeline"):
-        yield finding("ZR239")
 
 
 def _small_buckets(run: Run) -> Iterator[Finding]:
-    """transformers fills "auto" in with the square of the hidden size (integrations/deepspeed.py)."""
+    """Buckets too small for GPUs: transformers fills "auto" in with the square of the hidden size.
+
+    See integrations/deepspeed.py there.
+    """
     square = getattr(run.config, "hidden_size", BLOCK) ** 2
     filled = {}
     if run.stage and not run.settings.use_peft:
@@ -235,7 +402,7 @@ def _small_buckets(run: Run) -> Iterator[Finding]:
 
 
 def _many_gathers(run: Run) -> Iterator[Finding]:
-    """Of a stage 3 that gathers the weights of each small module by themselves."""
+    """A stage 3 that gathers the weights of each small module by themselves."""
     is_inline = is_on(run.environment, "DEEPSPEED") and ds_config_file(run.environment) is None
     if run.stage != 3 or "leaf_module" in run.ds.zero or run.ds.offload_param == "nvme" or is_inline:
         return  # where it need not or cannot be written
@@ -245,7 +412,7 @@ def _many_gathers(run: Run) -> Iterator[Finding]:
 
 
 def top_level_keys() -> set[str]:
-    """What DeepSpeed reads at the top of its configuration."""
+    """The names of all keys that DeepSpeed reads at the top of its configuration."""
     from deepspeed.runtime import constants
 
     named = {value for value in vars(constants).values() if isinstance(value, str)}
@@ -279,7 +446,7 @@ def _nvme(run: Run) -> Iterator[Finding]:
 
 
 def _separate_experts(run: Run) -> Iterator[Finding]:
-    """Mixtures of a model's own code with a module for each expert; transformers' hold a layer's in one tensor."""
+    """Mixtures of experts with a module for each, by a model's own code. transformers' hold a layer's in one tensor."""
     if not run.stage or run.world_size == 1 or bare_model(run) is None:
         return
     layers = {type(module).__name__ for module in bare_model(run).modules() if _has_separate_experts(module)}

@@ -49,7 +49,7 @@ def machine_findings(run: Run, host: Host) -> list[Finding]:
 
 
 def refusal_of_cuda() -> str:
-    """By torch (is_available says it only once); empty where CUDA starts."""
+    """What torch says where CUDA does not start, in one line; empty where it does (is_available says it only once)."""
     import torch
 
     with warnings.catch_warnings(action="ignore"):
@@ -86,7 +86,7 @@ def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refus
 
 
 def driver_version(host: Host) -> str | None:
-    """As "550.54.15": /proc shows it in every container of the machine."""
+    """The version of NVIDIA's driver, as "550.54.15"; None without one. /proc shows it in every container."""
     written = host.read("/proc/driver/nvidia/version")
     found = re.search(r"^NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", written, re.MULTILINE)
     return found and found[1]
@@ -106,7 +106,7 @@ def card_findings(precision: str) -> Iterator[Finding]:
 
 
 def gpu_findings(settings: Settings, gpu: Gpu) -> Iterator[Finding]:
-    """Of a card that is not here. Flash attention begins with bf16, at compute capability 8.0."""
+    """What a recipe asks for and a card that is not here cannot do. Flash attention begins with bf16."""
     lacking = {
         "bf16": settings.precision == "bf16" and not gpu.bf16,
         "tf32": settings.tf32 and not gpu.tf32_tflops,
@@ -119,6 +119,7 @@ def gpu_findings(settings: Settings, gpu: Gpu) -> Iterator[Finding]:
 
 
 def count_findings(strategy: Strategy, here: int, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """More visible GPUs than the `here` processes of this machine use."""
     import torch
 
     visible = torch.cuda.device_count()
@@ -133,7 +134,7 @@ def count_findings(strategy: Strategy, here: int, environment: Mapping[str, str]
 
 
 def triton_findings(device: str, host: Host) -> Iterator[Finding]:
-    """TRL's fused LM head compiles its kernels in the first step of every GPU run."""
+    """What Triton lacks to compile the kernels of TRL's fused LM head, in the first step of every GPU run."""
     from transformers.utils import is_triton_available
 
     if device != "cuda" or not is_triton_available():
@@ -181,7 +182,7 @@ PROBE_SECONDS = 5.0
 
 
 def offline_where_unreachable(settings: Settings) -> list[Finding]:
-    """As if HF_HUB_OFFLINE were set, with a warning, where the recipe needs the hub and it is silent."""
+    """Go on as if HF_HUB_OFFLINE were set, with a warning, where the recipe needs the hub and it is silent."""
     data = {entry["path"] for entry in settings.datasets} or {settings.dataset_name}
     named = {settings.model_name_or_path, *(data - packaged_formats())}
     if constants.is_offline_mode() or not any(map(on_hub, named)) or _answers():
@@ -210,7 +211,7 @@ def _answers() -> bool:
 
 
 def volume_findings(output_dir: Path, host: Host) -> Iterator[Finding]:
-    """RunPod clears all but a pod's volume once the pod stops; it is at /workspace by default."""
+    """An output folder that RunPod clears once the pod stops: all but its volume, by default at /workspace."""
     volume = Path("/workspace")
     if "RUNPOD_POD_ID" in host.environment and volume.is_mount() and not output_dir.resolve().is_relative_to(volume):
         yield finding("ZR615", folder=output_dir, volume=volume)

@@ -1,4 +1,4 @@
-"""The plan of a run that is about to start, by a subprocess that works while the rows are tokenised."""
+"""The plan of a run that is about to start, made by a subprocess while the rows are tokenised."""
 
 import json
 import os
@@ -24,6 +24,8 @@ SECONDS = 90.0  # of its simulation
 
 
 class Plan(NamedTuple):
+    """What the planner answers about a run."""
+
     predicted: dict[str, Any] | None  # for metrics.json
     findings: list[Finding]
 
@@ -46,7 +48,7 @@ def planning(run: Run) -> Iterator[Callable[[], PredictedMetrics | None]]:
 
 
 def _prediction_of_rank_0(answer: Callable[[], Plan]) -> PredictedMetrics | None:
-    """On all ranks; `answer` counts on rank 0."""
+    """Wait for the plan on rank 0, print its warnings, and return it on all ranks. Raises Refusal on all."""
 
     def accepted() -> dict[str, Any] | None:
         plan = answer()
@@ -59,7 +61,7 @@ def _prediction_of_rank_0(answer: Callable[[], Plan]) -> PredictedMetrics | None
     return predicted and PredictedMetrics.model_validate(predicted)
 
 
-def rehearsed(run: Run, environment: Mapping[str, str], gpu: Gpu | None = None) -> list[Finding]:
+def planned_findings(run: Run, environment: Mapping[str, str], gpu: Gpu | None = None) -> list[Finding]:
     """What the run would be refused for, or warned of, on this machine's GPUs or on free cards like `gpu`."""
     if not _is_compared_with_gpus(run):
         return []
@@ -109,7 +111,7 @@ def _free_card(gpu: Gpu, world_size: int) -> dict[str, Any]:
 def _planner(
     run: Run, environment: Mapping[str, str], cards: Sequence[Mapping[str, Any]]
 ) -> Iterator[Callable[[], Plan]]:
-    """tools/plan/of_run.py in a process of its own, which is killed when this is left.
+    """Start tools/plan/of_run.py in a process of its own, which is killed when this is left.
 
     What is yielded waits for the plan and prints it.
     """

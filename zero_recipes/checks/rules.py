@@ -1,7 +1,8 @@
 """Keys that do not go together: what is silent, hangs, loses work, or stops only once the weights are loaded.
 
-What a library refuses before weights are loaded has no rule: the rehearsal makes the library's own objects. The texts
-of rules that are no more than a condition are in options.yaml.
+What a library refuses before weights are loaded has no rule: trl_objects.py makes the library's own objects. A rule
+that is no more than a condition stands beside its code; the texts of all codes are in core/findings.yaml.
+File names in their sources are those of transformers 5.23, TRL 1.16, accelerate 1.15 and bitsandbytes 0.50.
 """
 
 import importlib.util
@@ -12,9 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from huggingface_hub import constants, get_token
 from transformers import PreTrainedModel
 
+from zero_recipes.checks.rule_set import RuleSet
 from zero_recipes.config.accelerate import is_on
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings, loaded_dtype
@@ -27,11 +28,22 @@ from zero_recipes.engine.huggingface import attention_kernel
 from zero_recipes.model.config import adapter_config
 from zero_recipes.model.meta import packed_share
 
-# the texts of rules that are no more than a condition, and tables of values
-options = partial(package_yaml, __package__, "options.yaml")
+packing_kinds = partial(package_yaml, __package__, "packing.yaml")  # model types
 
 LITTLE = 0.2  # of the layers' weights
 LOUD = 0.1  # a coefficient; most models have 0.001 to 0.02
+# what an evaluation gives, as eval_NAME: transformers' trainer.py `evaluate`, and TRL's trainer/sft_trainer.py `log`
+EVALUATION_GIVES = (
+    "loss",
+    "mean_token_accuracy",
+    "entropy",
+    "aux_loss",
+    "num_tokens",
+    "runtime",
+    "samples_per_second",
+    "steps_per_second",
+    "model_preparation_time",
+)
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
 
 
@@ -40,101 +52,271 @@ def bare_model(run: Run) -> PreTrainedModel | None:
     return None if run.meta is None else run.meta.model
 
 
+recipe_rules = RuleSet()
+
+
 def rule_findings(run: Run) -> Iterator[Finding]:
-    """Those of the ds_config are deepspeed_findings."""
+    """What is wrong with a run, whatever its strategy. Rules about a ds_config are in deepspeed_rules.py."""
     settings = run.settings
-    epochs = settings.num_train_epochs
     for point in settings.open_points or ():
         yield finding("ZR823", point=point)
-    yield from conditions(stops_late(run), silent(run))
-    if settings.max_steps <= 0 and not 0 < epochs < math.inf:
-        # a run of no step saves the model as it was; one without end never saves it
-        yield finding("ZR162", epochs=epochs)
-    if settings.streams and RowKeys.of(settings).drops(settings.max_length):
-        yield finding("ZR896")
+    yield from recipe_rules.findings(run)
+    yield from _endless(settings)
     yield from _best_metric(settings)
-    resumes = str(settings.resume_from_checkpoint).lower() == "true"
-    if resumes and settings.save_only_model and settings.saves_checkpoints:
-        yield finding("ZR179")
     yield from packing(run)
     yield from own_forward(run)
-    balancing = getattr(run.config, "router_aux_loss_coef", 0.0)
-    if settings.router_aux_loss_coef is None and balancing >= LOUD:
-        yield finding("ZR466", coefficient=balancing)
+    yield from _loud_routers(run)
     yield from processes(run)
-    if run.world_size > 1 and not settings.average_tokens_across_devices:
-        yield finding("ZR194")
-    if settings.load_in_4bit and run.stage == 3:
-        yield finding("ZR416")
-    if run.config is not None and _frozen_in_float32(run):
-        yield finding("ZR417")
     yield from sequence_parallelism(run)
     yield from rounded_parameters(run)
     if run.strategy.is_fsdp and run.world_size > 1:
         yield from trained_heads(run)
 
 
-def _best_metric(settings: Settings) -> Iterator[Finding]:
-    named = settings.metric_for_best_model
-    given = options()["evaluation_gives"]
-    if settings.evaluates and named is not None and named.removeprefix("eval_") not in given:
-        yield finding("ZR871", named=named, given=", ".join(f"eval_{name}" for name in given))
+# ---- saving, evaluating, ending
 
 
-def _frozen_in_float32(run: Run) -> bool:
-    """Under DeepSpeed and FSDP2 only 4-bit layers multiply in it."""
+@recipe_rules.rule("ZR824")
+def _saves_every_0_steps(run: Run) -> bool:
+    return run.settings.save_strategy == "steps" and run.settings.save_steps <= 0
+
+
+@recipe_rules.rule("ZR825")
+def _evaluates_no_rows_on_start(run: Run) -> bool:
+    return run.settings.eval_on_start and not run.settings.evaluates
+
+
+@recipe_rules.rule("ZR826")
+def _stops_early_without_the_best_model(run: Run) -> bool:
     settings = run.settings
+    knows_the_best = settings.evaluates and settings.load_best_model_at_end
+    return settings.early_stopping_patience is not None and not knows_the_best
+
+
+@recipe_rules.rule("ZR827")
+def _threshold_without_patience(run: Run) -> bool:
+    return bool(run.settings.early_stopping_threshold) and run.settings.early_stopping_patience is None
+
+
+@recipe_rules.rule("ZR828")
+def _best_model_between_saves(run: Run) -> bool:
+    settings = run.settings
+    eval_steps = settings.eval_steps or settings.logging_steps
+    keeps_best = settings.load_best_model_at_end and settings.evaluates
+    return keeps_best and settings.save_strategy == "steps" and settings.save_steps != eval_steps
+
+
+@recipe_rules.rule("ZR829")
+def _only_evaluation_packs(run: Run) -> bool:
+    return bool(run.settings.eval_packing) and run.settings.evaluates and not run.settings.joined_by
+
+
+@recipe_rules.rule("ZR179")
+def _resumes_from_models_alone(run: Run) -> bool:
+    settings = run.settings
+    resumes = str(settings.resume_from_checkpoint).lower() == "true"
+    return resumes and settings.save_only_model and settings.saves_checkpoints
+
+
+@recipe_rules.rule("ZR459")
+def _pushes_checkpoints(run: Run) -> bool:
+    return run.settings.push_to_hub and run.settings.hub_strategy not in ("every_save", "end")
+
+
+# ---- several processes, and their rows
+
+
+@recipe_rules.rule("ZR369")
+def _uneven_batches(run: Run) -> bool:
+    is_uneven = _loading(run.settings).get("even_batches") is False
+    return is_uneven and run.world_size > 1 and not run.settings.streams
+
+
+@recipe_rules.rule("ZR370")
+def _rank_0_joins_batches(run: Run) -> bool:
+    loading = _loading(run.settings)
+    joins = loading.get("dispatch_batches") and not loading.get("split_batches")
+    # for a stream TRL turns it off
+    return bool(joins) and not run.settings.streams and run.world_size > 1
+
+
+@recipe_rules.rule("ZR371")
+def _workers_read_a_stream(run: Run) -> bool:
+    return run.settings.streams and run.settings.dataloader_num_workers > 1
+
+
+@recipe_rules.rule("ZR372")
+def _each_process_saves_at_its_own_signal(run: Run) -> bool:
+    return run.settings.enable_jit_checkpoint
+
+
+@recipe_rules.rule("ZR194")
+def _loss_by_tokens_of_one_process(run: Run) -> bool:
+    return run.world_size > 1 and not run.settings.average_tokens_across_devices
+
+
+@recipe_rules.rule("ZR896")
+def _drops_rows_of_a_stream(run: Run) -> bool:
+    return run.settings.streams and RowKeys.of(run.settings).drops(run.settings.max_length)
+
+
+# ---- what a CPU cannot do
+
+
+@recipe_rules.rule("ZR373")
+def _fp16_on_a_cpu(run: Run) -> bool:
+    return run.settings.fp16 and run.device == "cpu"
+
+
+@recipe_rules.rule("ZR374")
+def _offloads_activations_on_a_cpu(run: Run) -> bool:
+    return run.settings.activation_offloading and run.device == "cpu"
+
+
+@recipe_rules.rule("ZR375")
+def _fsdp_offloads_on_a_cpu(run: Run) -> bool:
+    return run.strategy.is_fsdp and bool(run.strategy.fsdp_config.get("cpu_offload")) and run.device == "cpu"
+
+
+# ---- kernels
+
+
+@recipe_rules.rule("ZR470")
+def _liger_is_missing(run: Run) -> bool:
+    return run.settings.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None
+
+
+@recipe_rules.rule("ZR471")
+def _liger_computes_the_loss(run: Run) -> bool:
+    settings = run.settings
+    return settings.use_liger_kernel and bool((settings.liger_kernel_config or {}).get("fused_linear_cross_entropy"))
+
+
+@recipe_rules.rule("ZR472")
+def _mxfp4_stays_packed(run: Run) -> bool:
+    packed = getattr(run.config, "quantization_config", None) or {}
+    return packed.get("quant_method") == "mxfp4" and importlib.util.find_spec("kernels") is not None
+
+
+# ---- adapters
+
+
+@recipe_rules.rule("ZR450")
+def _adapter_without_use_peft(run: Run) -> bool:
+    return bool(run.settings.peft_config) and not run.settings.use_peft
+
+
+@recipe_rules.rule("ZR451")
+def _adapter_is_not_tried(run: Run) -> bool:
+    adapter = _adapter(run.settings)
+    tried_types = ["LORA", "OFT"]
+    if run.stage != 3:
+        tried_types.append("MISS")
+    begins_as_tried = str(adapter["init_lora_weights"]) in ("True", "gaussian", "orthogonal")
+    return adapter["peft_type"] not in tried_types or not begins_as_tried
+
+
+@recipe_rules.rule("ZR452")
+def _loraplus_has_no_groups(run: Run) -> bool:
+    settings = run.settings
+    has_own_groups = re.search("galore|apollo|lomo", str(settings.optim).lower())
+    is_lora = settings.use_peft and _adapter(settings)["peft_type"] == "LORA"
+    takes_groups = is_lora and not run.value("optimizer") and not has_own_groups
+    return settings.loraplus_lr_ratio is not None and not takes_groups
+
+
+@recipe_rules.rule("ZR453")
+def _lora_adds_tokens_to_a_tied_head(run: Run) -> bool:
+    return _lora_adds_tokens(run.settings) and getattr(run.config, "tie_word_embeddings", False)
+
+
+@recipe_rules.rule("ZR454")
+def _lora_adds_tokens_to_embeddings_of_another_name(run: Run) -> bool:
+    if not _lora_adds_tokens(run.settings) or bare_model(run) is None:
+        return False
+    return not any(name.endswith("embed_tokens") for name, _ in bare_model(run).named_modules())
+
+
+def _lora_adds_tokens(settings: Settings) -> bool:
+    return settings.use_peft and settings.clones_tokenizer
+
+
+@recipe_rules.rule("ZR417")
+def _frozen_in_float32(run: Run) -> bool:
+    settings = run.settings
+    # under DeepSpeed and FSDP2 only 4-bit layers multiply in it
     converts = run.strategy.is_deepspeed or run.strategy.is_fsdp
     if not settings.use_peft or settings.precision == "fp32" or (converts and not settings.load_in_4bit):
         return False
-    return loaded_dtype(settings, run.config.dtype) == "float32"
+    return run.config is not None and loaded_dtype(settings, run.config.dtype) == "float32"
 
 
-def conditions(stops: dict[str, Any], silently: dict[str, Any]) -> Iterator[Finding]:
-    texts = options()
-    for name, holds in stops.items():
-        if holds:
-            yield finding("ZR192", **texts["stops_late"][name])
-    for name, holds in silently.items():
-        if holds:
-            yield finding("ZR193", **texts["silent"][name])
+# ---- quantized weights
 
 
-def _has_embed_tokens(run: Run) -> bool:
-    model = bare_model(run)
-    return model is None or any(name.endswith("embed_tokens") for name, _ in model.named_modules())
+@recipe_rules.rule("ZR473")
+def _quantized_without_lora(run: Run) -> bool:
+    return _quantizes(run.settings) and not run.settings.use_peft
 
 
-def stops_late(run: Run) -> dict[str, Any]:
-    """{name in options.yaml: whether the run would stop on it once the weights are loaded}."""
-    settings = run.settings
-    fsdp = run.strategy.is_fsdp
-    quantized = settings.load_in_4bit or settings.load_in_8bit
-    liger = settings.use_liger_kernel
-    stops_early = settings.early_stopping_patience is not None
-    new_tokens = settings.use_peft and settings.clones_tokenizer
-    packed = getattr(run.config, "quantization_config", None) or {}
-    loading = _loading(settings)
-    joins = loading.get("dispatch_batches") and not loading.get("split_batches")
-    return {
-        "save_steps": settings.save_strategy == "steps" and settings.save_steps <= 0,
-        "eval_on_start": settings.eval_on_start and not settings.evaluates,
-        "early_stopping": stops_early and not (settings.evaluates and settings.load_best_model_at_end),
-        "push_to_hub": settings.push_to_hub
-        and (constants.is_offline_mode() or not (settings.hub_token or get_token())),
-        "liger_package": liger and importlib.util.find_spec("liger_kernel") is None,
-        "liger_loss": liger and (settings.liger_kernel_config or {}).get("fused_linear_cross_entropy"),
-        "lora_template": new_tokens and getattr(run.config, "tie_word_embeddings", False),
-        "lora_embeddings": new_tokens and not _has_embed_tokens(run),
-        "quantized_without_lora": quantized and not settings.use_peft,
-        "mxfp4_kernels": packed.get("quant_method") == "mxfp4" and importlib.util.find_spec("kernels"),
-        "eight_bit_fsdp": fsdp and settings.load_in_8bit,
-        "fsdp_offload_on_cpu": fsdp and run.strategy.fsdp_config.get("cpu_offload") and run.device == "cpu",
-        "fp16_on_cpu": settings.fp16 and run.device == "cpu",
-        "activation_offloading": settings.activation_offloading and run.device == "cpu",
-        # for a stream TRL turns it off
-        "dispatch_batches": joins and not settings.streams and run.world_size > 1,
-    }
+@recipe_rules.rule("ZR474")
+def _quantizes_little(run: Run) -> bool:
+    model = bare_model(run) if _quantizes(run.settings) else None
+    return model is not None and packed_share(model) < LITTLE
+
+
+@recipe_rules.rule("ZR475")
+def _quantizes_random_weights(run: Run) -> bool:
+    return _quantizes(run.settings) and run.settings.random_weights
+
+
+@recipe_rules.rule("ZR476")
+def _quantizes_twice(run: Run) -> bool:
+    ds = run.ds
+    changes_weights = ds.offload_param == "nvme" or ds.quantizes_weights or ds.hpz_partition_size != 1
+    return _quantizes(run.settings) and changes_weights
+
+
+@recipe_rules.rule("ZR477")
+def _eight_bits_under_fsdp(run: Run) -> bool:
+    return run.strategy.is_fsdp and run.settings.load_in_8bit
+
+
+@recipe_rules.rule("ZR478")
+def _eight_bits_at_stage_3(run: Run) -> bool:
+    return run.settings.load_in_8bit and run.stage == 3
+
+
+@recipe_rules.rule("ZR479")
+def _four_bits_of_another_storage_under_fsdp(run: Run) -> bool:
+    return run.strategy.is_fsdp and run.settings.load_in_4bit and _storage(run.settings) != _dtype(run.settings)
+
+
+@recipe_rules.rule("ZR480")
+def _four_bits_of_another_storage_under_deepspeed(run: Run) -> bool:
+    storage = _storage(run.settings)
+    dtype = _dtype(run.settings)
+    casts = run.strategy.is_deepspeed and dtype is not None and storage not in ("uint8", dtype)
+    return casts and run.settings.load_in_4bit
+
+
+@recipe_rules.rule("ZR416")
+def _four_bits_at_stage_3(run: Run) -> bool:
+    return run.settings.load_in_4bit and run.stage == 3
+
+
+def _quantizes(settings: Settings) -> bool:
+    return settings.load_in_4bit or settings.load_in_8bit
+
+
+def _storage(settings: Settings) -> str:
+    """The dtype in which 4-bit weights are packed."""
+    return str(settings.bnb_4bit_quant_storage or "uint8")
+
+
+def _dtype(settings: Settings) -> str | None:
+    """The 16-bit dtype of the run; None in fp32."""
+    return {"bf16": "bfloat16", "fp16": "float16"}.get(settings.precision)
 
 
 def _loading(settings: Settings) -> dict[str, Any]:
@@ -142,76 +324,47 @@ def _loading(settings: Settings) -> dict[str, Any]:
     return settings.accelerator_config if isinstance(settings.accelerator_config, dict) else {}
 
 
-def silent(run: Run) -> dict[str, Any]:
-    """{name in options.yaml: whether the run would go on, and be another one than the recipe says}."""
-    settings = run.settings
-    eval_steps = settings.eval_steps or settings.logging_steps
-    keeps_best = settings.load_best_model_at_end and settings.evaluates
-    loads_uneven = _loading(settings).get("even_batches") is False
-    return {
-        "hub_strategy": settings.push_to_hub and settings.hub_strategy not in ("every_save", "end"),
-        "jit_checkpoint": settings.enable_jit_checkpoint,
-        "best_between_saves": keeps_best and settings.save_strategy == "steps" and settings.save_steps != eval_steps,
-        "early_stopping_threshold": settings.early_stopping_threshold and settings.early_stopping_patience is None,
-        "even_batches": loads_uneven and run.world_size > 1 and not settings.streams,
-        "stream_workers": settings.streams and settings.dataloader_num_workers > 1,
-        "eval_packing": settings.eval_packing and settings.evaluates and not settings.joined_by,
-        **silent_about_adapters(run),
-        **silent_about_quantization(run),
-    }
+def _adapter(settings: Settings) -> dict[str, Any]:
+    """peft_config, with the defaults of the two keys that rules look at."""
+    return {"peft_type": "LORA", "init_lora_weights": True} | (settings.peft_config or {})
 
 
-def silent_about_adapters(run: Run) -> dict[str, Any]:
-    settings = run.settings
-    adapter = {"peft_type": "LORA", "init_lora_weights": True} | (settings.peft_config or {})
-    is_lora = adapter["peft_type"] == "LORA"
-    tried_types = ["LORA", "OFT"]
-    if run.stage != 3:
-        tried_types.append("MISS")
-    is_tried = adapter["peft_type"] in tried_types
-    begins_as_tried = str(adapter["init_lora_weights"]) in ("True", "gaussian", "orthogonal")
-    has_own_groups = re.search("galore|apollo|lomo", str(settings.optim).lower())
-    takes_groups = settings.use_peft and is_lora and not run.value("optimizer") and not has_own_groups
-    return {
-        "adapter_alone": settings.peft_config and not settings.use_peft,
-        "adapter_not_tried": not (is_tried and begins_as_tried),
-        "loraplus": settings.loraplus_lr_ratio is not None and not takes_groups,
-    }
+def _endless(settings: Settings) -> Iterator[Finding]:
+    """A run of no step saves the model as it was; one without end never saves it."""
+    epochs = settings.num_train_epochs
+    if settings.max_steps <= 0 and not 0 < epochs < math.inf:
+        yield finding("ZR162", epochs=epochs)
 
 
-def silent_about_quantization(run: Run) -> dict[str, Any]:
-    settings = run.settings
-    if not (settings.load_in_4bit or settings.load_in_8bit):
-        return {}
-    model = bare_model(run)
-    storage = str(settings.bnb_4bit_quant_storage or "uint8")
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(settings.precision)
-    is_other_storage = settings.load_in_4bit and storage != dtype
-    return {
-        "quantizes_little": model is not None and packed_share(model) < LITTLE,
-        "quantized_random": settings.random_weights,
-        "eight_bit_stage_3": settings.load_in_8bit and run.stage == 3,
-        "four_bit_fsdp": is_other_storage and run.strategy.is_fsdp,
-        "four_bit_storage": is_other_storage and run.strategy.is_deepspeed and dtype and storage != "uint8",
-        "quantized_twice": run.ds.offload_param == "nvme" or run.ds.quantizes_weights or run.ds.hpz_partition_size != 1,
-    }
+def _best_metric(settings: Settings) -> Iterator[Finding]:
+    named = settings.metric_for_best_model
+    if settings.evaluates and named is not None and named.removeprefix("eval_") not in EVALUATION_GIVES:
+        given = ", ".join(f"eval_{name}" for name in EVALUATION_GIVES)
+        yield finding("ZR871", named=named, given=given)
+
+
+def _loud_routers(run: Run) -> Iterator[Finding]:
+    """A loss of the routers that the model's configuration weighs as much as the loss of the rows."""
+    balancing = getattr(run.config, "router_aux_loss_coef", 0.0)
+    if run.settings.router_aux_loss_coef is None and balancing >= LOUD:
+        yield finding("ZR466", coefficient=balancing)
 
 
 def told_where_rows_begin() -> set[str]:
-    """Model types whose packs need no mask (engine/attention.py)."""
-    kinds = options()["packing"]
+    """The model types whose packs need no mask (engine/attention.py)."""
+    kinds = packing_kinds()
     return {*kinds["apart"]} - {*kinds["not_told"]}
 
 
 def packs_without_mask(settings: Settings, precision: str, kind: str | None) -> bool:
-    """On CUDA, from Ampere on. `kind`: the model's type."""
+    """Whether attention takes packed rows one by one, without a mask (CUDA, from Ampere on). `kind`: of model."""
     if precision == "fp32" or settings.torch_compile:
         return False
     return settings.attn_implementation in ("sdpa", None) and kind in told_where_rows_begin()
 
 
 def rounded_parameters(run: Run) -> Iterator[Finding]:
-    """Of those that the model's class keeps in fp32 (engine/fp32_parameters.py)."""
+    """Parameters that the model's class keeps in fp32 (engine/fp32_parameters.py), and this run rounds."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     model = bare_model(run)
     if dtype is None or model is None:
@@ -227,7 +380,7 @@ def rounded_parameters(run: Run) -> Iterator[Finding]:
 
 
 def _by_layer(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Their names, with * for the number of a layer."""
+    """The names of parameters, each once, with * for the number of a layer."""
     return ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name, _ in parameters}))
 
 
@@ -259,7 +412,7 @@ def packing(run: Run) -> Iterator[Finding]:
     key = settings.joined_by
     if key is None or (key == "packing" and settings.packing_strategy == "wrapped"):
         return  # wrapped: one stream without boundaries is what the recipe asks for
-    kinds = options()["packing"]
+    kinds = packing_kinds()
     kind = getattr(run.config, "model_type", None)
     leaking = {*kinds["without_positions"], *kinds["recurrent"]}
     if attention_kernel(settings.attn_implementation) is not None:
@@ -280,7 +433,7 @@ def packing(run: Run) -> Iterator[Finding]:
 
 
 def own_forward(run: Run) -> Iterator[Finding]:
-    """Of a model's own code, which TRL's fused LM head replaces."""
+    """A forward of the model's own code, which TRL's fused LM head replaces."""
     if not run.settings.trust_remote_code:
         return
     kind = type(bare_model(run))
@@ -289,6 +442,7 @@ def own_forward(run: Run) -> Iterator[Finding]:
 
 
 def processes(run: Run) -> Iterator[Finding]:
+    """A run of one process that was to have several, or has nobody to share its model states with."""
     if run.world_size > 1:
         return
     environment = run.environment
@@ -303,6 +457,7 @@ def processes(run: Run) -> Iterator[Finding]:
 
 
 def sequence_parallelism(run: Run) -> Iterator[Finding]:
+    """What does not go with sequences that several processes share (Ulysses), and other kinds of parallelism."""
     settings = run.settings
     size = settings.sequence_parallel_size
     if settings.parallelism_config is not None or is_on(run.environment, "PARALLELISM_CONFIG"):
@@ -330,7 +485,7 @@ def sequence_parallelism(run: Run) -> Iterator[Finding]:
 
 
 def _attention_findings(settings, size: int, config) -> Iterator[Finding]:
-    """Each process gets a part of the heads, and must see whole sequences."""
+    """Attention that cannot be shared: each process gets a part of the heads, and must see whole sequences."""
     heads = getattr(config, "num_attention_heads", None)
     keys = getattr(config, "num_key_value_heads", None)
     if config is not None and (keys is None or heads % size or (keys % size and size % keys)):

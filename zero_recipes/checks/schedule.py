@@ -45,8 +45,11 @@ class Schedule:
 
 
 def schedule_of(settings: Settings, strategy: Strategy, steps: int) -> Schedule | None:
-    """None where the loss decides, where there is no peak, and where the library refuses: its own objects are made
-    elsewhere (checks/trl_objects.py), and what they raise is a finding."""
+    """The learning rates of a run of so many steps, by the library that makes its schedule.
+
+    None where the loss decides, where there is no peak, and where the library refuses: its own objects are made
+    elsewhere (checks/trl_objects.py), and what they raise is a finding.
+    """
     block = strategy.ds.raw.get("scheduler")
     name = f"lr_scheduler_type {getattr(settings.lr_scheduler_type, 'value', settings.lr_scheduler_type)}"
     rate = None
@@ -116,7 +119,7 @@ def scheduler_in_force(settings: Settings, strategy: Strategy, steps: int) -> Ma
 
 
 def schedule_findings(settings: Settings, strategy: Strategy, steps: int) -> Iterator[Finding]:
-    """What is silent, and costs as much as a run that trains."""
+    """A schedule whose peak comes too late or never, or that ends in steps at 0: the run costs, and hardly trains."""
     schedule = schedule_of(settings, strategy, steps)
     if schedule is None:
         return
@@ -137,7 +140,7 @@ def schedule_findings(settings: Settings, strategy: Strategy, steps: int) -> Ite
 
 
 def length_findings(run: Run, audit: Audit, sequences: int | None) -> Iterator[Finding]:
-    """What rows decide: their number the schedule of a run by epochs, their length the positions.
+    """What is wrong once the rows are known: the schedule of a run by epochs, and rows longer than the positions.
 
     `sequences`: training rows or packs; None for a stream, of which the audit has seen the beginning.
     """

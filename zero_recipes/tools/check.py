@@ -37,7 +37,7 @@ def check(arguments: argparse.Namespace) -> int:
     with working(f"checking {arguments.recipe}"):
         run, findings = preflight(arguments.recipe, mapping, overrides, environment, starts_now=False, gpu=gpu)
         if run is not None:
-            findings += predicted.rehearsed(run, environment, gpu)
+            findings += predicted.planned_findings(run, environment, gpu)
     if mapping.get("trust_remote_code") and run is not None and not run.settings.trust_remote_code:
         findings = [found for found in findings if not found.is_of_code_not_run]
         findings.append(finding("ZR783"))

@@ -175,7 +175,7 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None) -> Strategies:
     elif not names:
         names = list(words()["usual"])
         if settings.precision == "fp16":
-            names.remove("zero0")  # refused: ZR193
+            names.remove("zero0")  # refused: ZR2021
     return {name: _ds_config_of(name) for name in names}
 
 
