@@ -141,6 +141,28 @@ def test_packed_rows_by_the_type_of_the_model(found, tmp_path):
     assert codes("qwen3_next") == ["ZR133"] and codes("olmo_hybrid") == ["ZR460"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "warned"),
+    [
+        ({}, True),
+        ({"per_device_train_batch_size": 1, "max_length": 4096}, False),  # the fix: as many tokens in one sequence
+        ({"max_length": 2047}, False),
+        ({"max_length": None}, False),
+        ({"per_device_train_batch_size": 4, "max_length": 1024}, True),
+        ({"packing": False}, False),
+        ({"packing": False, "padding_free": True}, True),
+        ({"packing_strategy": "wrapped"}, False),
+        ({"bf16": True}, False),  # sdpa needs no mask
+        ({"attn_implementation": "sdpa", "bf16": True}, False),
+        ({"attn_implementation": "eager", "bf16": True}, True),
+        ({"attn_implementation": "flex_attention"}, False),
+    ],
+)
+def test_rows_in_one_sequence_under_a_mask_are_named_from_4096_tokens_on(found, keys, warned):
+    packed = {"packing": True, "max_length": 2048, "per_device_train_batch_size": 2, "bf16": False}
+    assert (("warning", "ZR464") in found(packed | keys)) is warned
+
+
 def test_lora_with_another_tokenizers_chat_template_on_tied_embeddings(found, tmp_path):
     keys = {"use_peft": True, "lora_target_modules": "all-linear", "chat_template_path": str(ROOT / "tiny_world/base")}
     for tied in (True, False):
