@@ -44,7 +44,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy, resolve_strategy
-from zero_recipes.core.findings import described, table
+from zero_recipes.core.findings import Refusal, described, library_error_as_finding, table
 from zero_recipes.core.host import Host
 from zero_recipes.engine import kernels
 from zero_recipes.model import load_config, size_of
@@ -341,6 +341,20 @@ def test_the_fault_is_found_and_its_fixed_twin_passes(fault, tmp_path):
         SOUND.add((repr(fault.fixed) if whole else "", data))
     if fault.bad.keys is None:
         assert {f.code for f in found if f.level == fault.level} == {fault.code}, [str(finding) for finding in found]
+
+
+@pytest.mark.parametrize(
+    ("error", "ends_as"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), RuntimeError),
+        (MemoryError("no room"), MemoryError),
+        (RuntimeError("the memory of this model has another format"), Refusal),
+    ],
+)
+def test_memory_that_is_not_enough_is_not_refused_as_a_fault_of_the_recipe(error, ends_as):
+    """A sweep's row is then "oom", and its next strategy takes less."""
+    with pytest.raises(ends_as), library_error_as_finding("loading the model"):
+        raise error
 
 
 def test_the_net_has_the_librarys_message_the_key_and_the_traceback(tmp_path, monkeypatch, capsys):
