@@ -71,3 +71,14 @@ def test_a_save_that_fails_on_both_ranks(two, tmp_path):
     row = two.run(ending_cases.break_at, argv=argv, point="save", error="OSError", words="[/x]")[0]["metrics"]
     assert (row["status"], row["failure"]["phase"]) == ("failed", "save") and "OSError: [/x]" in row["error"]
     assert len(row["loss_history"]) == 3
+    assert row["error"].endswith("(the model is not saved)")
+    assert two.log(0, 10**6).count("the run failed (save); the model is not saved\n") == 1
+
+
+def test_a_run_that_fails_before_its_end_says_nothing_of_a_save(two, tmp_path):
+    """There is none yet, and the log of the failure ends with what failed."""
+    argv = arguments(write_recipe(tmp_path, max_steps=2), "zero1", tmp_path / "out")
+    printed = len(two.log(0, 10**6))
+    row = two.run(ending_cases.nan_on_rank_1, argv=[*argv, "--stop_after_nonfinite_steps", "1"], first=1, steps=2)[0]
+    assert row["metrics"]["status"] == "diverged" and "saved" not in row["metrics"]["error"].partition("(")[2]
+    assert "the run failed" not in two.log(0, 10**6)[printed:]

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer, GPT2Config
 
 from tests.helpers import cases, ending_cases
+from tests.helpers.metric_module import write_metric
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, arguments, write_recipe, write_rows
 from zero_recipes.checks.rules import EVALUATION_GIVES
@@ -38,26 +39,9 @@ def test_a_run_is_refused_where_its_rows_are_longer_than_the_models_positions(tw
     assert metrics["status"] == "ok", "the fix"
 
 
-FAILING = """
-import datasets
-import evaluate
-
-
-class Failing(evaluate.Metric):
-    def _info(self):
-        features = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
-        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
-
-    def _compute(self, predictions, references):
-        return {"failing": 1 / int(predictions[0] == "word")}
-"""
-
-
 def test_a_metric_that_fails_loses_no_answer(two, tmp_path):
     """Of any answer but the one that it is tried with."""
-    (tmp_path / "failing").mkdir()
-    (tmp_path / "failing" / "failing.py").write_text(FAILING)
-    metric = str(tmp_path / "failing")
+    metric = str(write_metric(tmp_path, "failing", "return {'failing': 1 / int(predictions[0] == 'word')}"))
     keys = {"sample_prompts": 3, "sample_max_new_tokens": 2, "sample_metrics": [metric, "exact_match"]}
     path = write_recipe(tmp_path, save_model=True, max_steps=1, trust_remote_code=True, **keys)
     out = tmp_path / "out"

@@ -80,3 +80,6 @@ def test_samples_that_fail_lose_no_model(two, trained, tmp_path, strategy):
     assert metrics["error"] == f"RuntimeError: it broke (the model in {out} is saved and complete)"
     assert metrics["loss_history"] == whole.metrics["loss_history"]
     assert verify(out, deep=True) == verify(whole.folder, deep=True)
+    # behind a traceback in the log, who reads it learns that nothing is lost: once, of rank 0
+    line = f"the run failed (eval); the model in {out} is saved and complete\n"
+    assert [two.log(rank, 10**6).count(line) for rank in range(2)] == [1, 0]

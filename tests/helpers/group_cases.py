@@ -15,6 +15,7 @@ from torch import distributed
 from zero_recipes.core.findings import Finding, Refusal, RunFailed, print_ending
 from zero_recipes.core.process import leave
 from zero_recipes.engine import group
+from zero_recipes.metrics import callback, probe, schema
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.training import divergence
 
@@ -69,6 +70,36 @@ def shared(fault: str | None, on: int) -> dict[str, str]:
         "rank_0_writes": writes,
     }
     return {name: _outcome(way) for name, way in ways.items()}
+
+
+def failing_on_both(faults: list[str]) -> str:
+    """What this rank hears where each fails of its own fault."""
+
+    def work() -> None:
+        raise FAULTS[faults[distributed.get_rank()]]
+
+    group.READ_SECONDS = 60.0
+    return _outcome(lambda: group.agree(work))
+
+
+def logged(peaks: list[dict], tokens: list[list[int]]) -> list[dict[str, float]]:
+    """What this rank logs after each of some steps of two seconds, of which it has had tokens of its own; a plan says
+    what they need."""
+    me = distributed.get_rank()
+    plan = schema.PredictedMetrics(peak_memory_bytes=77)
+    metrics = StageMetricsCallback(predicted=plan)
+    metrics.identity = schema.RunIdentity(name="run", strategy="ddp", world_size=2, device="cpu")
+    metrics.device = "cpu"
+    metrics.used = probe.UsedFlops(metrics.identity)
+    metrics.communication = mock.MagicMock()
+    metrics.communication.median.return_value = {"all_gather": 3, "all_reduce": 4}
+    found = []
+    with mock.patch.object(callback, "peak_memory", lambda device: peaks[me]):
+        for count in tokens[me]:
+            metrics.count_tokens({"input_ids": torch.ones(1, count, dtype=torch.long)})
+            metrics.steps.steps.append((0.0, 2.0))
+            found.append(metrics.since_last_log())
+    return found
 
 
 def skipped(call: str, on: int, first_call: int) -> str:

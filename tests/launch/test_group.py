@@ -92,6 +92,20 @@ def test_what_another_rank_refuses_all_refuse(two):
         assert (found["agree"], found["once"]) == ("Refusal: refused: what [ZR000]", "0")
 
 
+@pytest.mark.parametrize(
+    "faults, first, other",
+    [
+        (["known", "refusal"], "Diverging: lost", "Diverging: lost"),
+        (["refusal", "known"], "Refusal: refused: what [ZR000]", "Refusal: refused: what [ZR000]"),
+        (["unknown", "refusal"], "OSError: no room", "PeerFailed: rank 0, which works with the others, failed: "),
+    ],
+)
+def test_of_two_failures_all_ranks_end_with_the_first_ranks(two, faults, first, other):
+    """Not each with its own: two messages, and two exit codes, of one run."""
+    found = two.run(group_cases.failing_on_both, faults=faults)
+    assert found[0] == first and found[1].startswith(other)
+
+
 @pytest.mark.parametrize("call, on, first_call", [("agree", 1, 10_000), ("once", 0, 20_000)])
 def test_a_call_that_one_rank_skips_is_named_with_the_one_it_makes(two, call, on, first_call):
     """The others would wait for the skipped one."""
@@ -119,6 +133,17 @@ def test_all_ranks_judge_a_step_by_the_norm_of_the_worst(two):
             assert found == [[3.0, bad]] * 2
     (_, norm), _ = two.run(group_cases.figures_of_a_step, losses=[2.0, 4.0], norms=[1.0, math.nan])
     assert math.isnan(norm)
+
+
+@pytest.mark.parametrize("fuller", [0, 1])
+def test_all_ranks_log_the_memory_of_the_fullest_and_the_tokens_of_all(two, fuller):
+    peaks = [{"allocated": None, "rss": 5}] * 2
+    peaks[fuller] = {"allocated": 9, "rss": 1}  # of a GPU its own memory counts
+    found = two.run(group_cases.logged, peaks=peaks, tokens=[[10, 6], [30, 2]])
+    sent = {"communication_bytes_per_step": 7}
+    first = {"tokens_per_second": 20, "peak_memory_bytes": 9, "planned_peak_memory_bytes": 77} | sent
+    second = {"tokens_per_second": 4, "peak_memory_bytes": 9} | sent
+    assert found == [[first, second]] * 2
 
 
 def test_nobody_waits_for_a_rank_0_that_died(meet):

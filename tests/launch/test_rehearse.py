@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import AutoConfig, GPT2Config
 
 from tests.helpers.faults import TWO
+from tests.helpers.metric_module import write_metric
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, settings_with, write_model, write_recipe, write_rows
 from tests.helpers.two_ranks import run_forked
@@ -160,24 +161,9 @@ def longer_than_the_positions(folder: Path) -> dict:
     return {"model_name_or_path": str(model)}
 
 
-DIVIDING = """
-import datasets
-import evaluate
-
-class Dividing(evaluate.Metric):
-    def _info(self):
-        features = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
-        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
-
-    def _compute(self, predictions, references):
-        return {"dividing": 1 / len(predictions[0].split())}
-"""
-
-
 def divides_by_the_words_of_an_answer(folder: Path) -> dict:
-    (folder / "dividing").mkdir()
-    (folder / "dividing" / "dividing.py").write_text(DIVIDING)
-    return {"sample_metrics": [str(folder / "dividing")], "sample_prompts": 2, "trust_remote_code": True}
+    metric = write_metric(folder, "dividing", "return {'dividing': 1 / len(predictions[0].split())}")
+    return {"sample_metrics": [str(metric)], "sample_prompts": 2, "trust_remote_code": True}
 
 
 def best_by_a_metric_that_is_missing(folder: Path) -> dict:

@@ -131,6 +131,25 @@ def test_a_schedule_that_goes_twice_as_fast_ends_the_run():
         take_steps(proof, model, optimizer, schedule, each=2)
 
 
+@pytest.mark.parametrize("spoiled_at", [1, 2, 3, 4])
+def test_a_rate_that_a_library_changes_in_the_first_steps_ends_the_run(spoiled_at):
+    """In the first three. All steps are not looked at: each look costs some time."""
+    model = nn.Linear(2, 2)
+    proof, optimizer, schedule = proof_of(model, (1e-3, 16e-3), "cosine", 10)
+    said = None
+    for step in range(1, 5):
+        optimizer.step()
+        schedule.step()
+        if step == spoiled_at:
+            optimizer.param_groups[0]["lr"] *= 1.5
+        try:
+            proof.hold_rates(optimizer, model, step, was_skipped=False)
+        except NotAsAsked as error:
+            said = str(error)
+            break
+    assert said is None if spoiled_at == 4 else f"learning rate of weight after step {spoiled_at}:" in said
+
+
 def test_a_step_without_effect_moves_no_schedule():
     model = nn.Linear(2, 2)
     proof, optimizer, schedule = proof_of(model, (1e-3, 1e-3), "linear", 10)

@@ -4,11 +4,13 @@ import json
 import os
 import random
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from tests.helpers.tiny import ROOT
 from tests.helpers.tools import flip
@@ -16,6 +18,7 @@ from zero_recipes.checkpoint.save import write_checksums
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
 from zero_recipes.tools import main as cli
+from zero_recipes.training import answers
 
 BASE = ROOT / "tiny_world" / "base"
 ROWS = [json.loads(line) for line in (ROOT / "tiny_world" / "test.jsonl").read_text().splitlines()[:40:10]]
@@ -34,6 +37,22 @@ def tuned(tmp_path_factory) -> Path:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(BASE).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("count", "requested", "places_of"),
+    [
+        (256, 2, (254, 2)),
+        (256, 128, (128, 128)),
+        (256, 129, (128, 128)),  # half of the places are the prompt's
+        (256, 4000, (128, 128)),
+        (1, 5, (1, 1)),
+        (0, 5, (sys.maxsize - 5, 5)),  # positions without an end
+    ],
+)
+def test_a_long_answer_leaves_half_of_the_places_to_the_prompt(count, requested, places_of):
+    config = LlamaConfig(max_position_embeddings=count)
+    assert answers.places(SimpleNamespace(config=config), requested) == places_of
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,10 @@ POD = "/sys/fs/cgroup/kubepods/pod1"
         ({"/proc/meminfo": "MemAvailable: 1000000 kB\nSwapFree: 500000 kB\n"}, 1_536_000_000, 64, math.inf),
         (IN_A_POD | {f"{POD}/c/memory.max": "max\n", f"{POD}/memory.max": "500000000\n"}
          | {f"{POD}/c/cpu.max": "max 100000\n", f"{POD}/cpu.max": "1250000 100000\n"}, 500_000_000, 12, math.inf),
+        (IN_A_POD | {f"{POD}/c/memory.max": "500000000\n", f"{POD}/memory.max": "900000000\n"}
+         | {f"{POD}/c/cpu.max": "800000 100000\n", f"{POD}/cpu.max": "1600000 100000\n"}, 500_000_000, 8, math.inf),
+        (CONTAINER | {"/sys/fs/cgroup/memory.max": "9000000000\n", "/sys/fs/cgroup/cpu.max": "9900000 100000\n"},
+         1_024_000_000, 64, math.inf),  # more than the machine has
         (CONTAINER | {"/sys/fs/cgroup/memory.max": "400000000\n", "/sys/fs/cgroup/cpu.max": "50000 100000\n"},
          400_000_000, 1, math.inf),
     ],

@@ -162,6 +162,18 @@ def test_unfinished_ones_are_deleted_damaged_ones_kept_aside_and_links_left_alon
         assert (out / name / "model.safetensors").read_bytes() == b"weig"
 
 
+def test_the_content_of_a_checkpoint_that_was_passed_over_decides_whether_it_stays(tmp_path):
+    """The run goes on from step 2, and will write to checkpoint-3 and -4: only damaged ones make room."""
+    for step in (2, 3, 4):
+        checkpoint(tmp_path, step)
+    for step in (2, 4):
+        weights = tmp_path / f"checkpoint-{step}" / "model.safetensors"
+        weights.write_bytes(bytes(500))  # as many bytes as before
+    clear_unfinished(tmp_path, step=2)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["checkpoint-2", "checkpoint-3", "damaged-checkpoint-4"], "the first was looked at by who loads it"
+
+
 REFUSED = {
     "another program's": ({4: "foreign"}, "true", "ZR704"),
     "a folder that is not there": ({2: "whole"}, "checkpoint-3", "ZR707"),
@@ -273,6 +285,34 @@ def test_what_fits_a_checkpoint(tmp_path, recipe, keys, launch, codes):
     folder = checkpoint(tmp_path, 4, recipe=recipe_facts(recipe.settings, ZERO2))
     found = list(fit_findings(str(folder), recipe.settings.replace(**keys), strategy(**launch)))
     assert ["-" * (one.level == "warning") + one.code for one in found] == codes
+
+
+OTHER_RUN = [
+    "model_name_or_path", "model_revision", "dtype", "load_in_4bit", "load_in_8bit", "use_peft", "use_dora",
+    "use_rslora", "lora_alpha", "lora_dropout", "lora_modules_to_save", "lora_r", "lora_target_modules",
+    "peft_config", "loraplus_lr_ratio", "seed", "data_seed", "train_sampling_strategy", "dataloader_drop_last",
+    "ignore_data_skip", "average_tokens_across_devices", "loss_type", "neftune_noise_alpha",
+    "label_smoothing_factor", "optim", "optim_args", "optim_target_modules", "learning_rate", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs",
+    "warmup_steps",
+]  # fmt: skip
+OTHER_ROUNDING = ["attn_implementation", "activation_checkpointing", "padding_free", "torch_compile", "tf32"]
+LONGER = ["max_steps", "num_train_epochs"]
+
+
+@pytest.mark.parametrize(
+    ("key", "code"),
+    [
+        *((key, "ZR723") for key in OTHER_RUN),
+        *((key, "-ZR724") for key in [*OTHER_ROUNDING, *LONGER]),
+    ],
+)
+def test_each_key_that_makes_another_run_is_named_with_both_values(tmp_path, recipe, key, code):
+    folder = checkpoint(tmp_path, 4, recipe=recipe_facts(recipe.settings, ZERO2))
+    value = 30 if key in LONGER else 0.25
+    found = list(fit_findings(str(folder), recipe.settings.replace(**{key: value}), ZERO2))
+    assert ["-" * (one.level == "warning") + one.code for one in found] == [code]
+    assert f"{key} {getattr(recipe.settings, key)}" in found[0].what and f"{key} {value}" in found[0].what
 
 
 def test_a_checkpoint_without_a_manifest_must_have_the_states_that_a_resume_loads(tmp_path, recipe):

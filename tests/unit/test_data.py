@@ -5,6 +5,7 @@ import io
 import json
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -21,10 +22,10 @@ from tests.helpers.tiny import settings_with
 from tests.helpers.tools import refusal_of
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data import forms, load
-from zero_recipes.data.audit import RowKeys, audit, audit_findings, holding, overlap_findings
+from zero_recipes.data.audit import Audit, RowKeys, audit, audit_findings, holding, overlap_findings
 from zero_recipes.data.forms import alpaca_prompt, alpaca_row
 from zero_recipes.data.load import load_rows, load_tokenizer
-from zero_recipes.data.masks import mask_by, tokenise
+from zero_recipes.data.masks import mask_by, tokenise, with_single_markers
 from zero_recipes.data.prepare import finish, prepare_split
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.metrics.read_runs import question, read_samples
@@ -300,10 +301,37 @@ def test_fractions_are_shares_of_the_mixture_or_are_refused(tmp_path):
         settings = settings_with(datasets=datasets)
         assert refusal_of(load.load_rows, settings).codes == [code]
         assert refusal_of(load.refuse_data_at_hand, settings, asks_hub=False).codes == [code]
-    assert "split: train[:25%]" in refusal_of(load.load_rows, settings_with(datasets=single)).fix
+    for fraction, part in ((0.25, "train[:25%]"), (0.001, "train[:1%]")):  # no part without rows
+        settings = settings_with(datasets=[first | {"fraction": fraction}])
+        assert f"split: {part}" in refusal_of(load.load_rows, settings).fix
     fixed = load.load_rows(settings_with(datasets=[first | {"split": "train[:25%]"}]))[0]
     whole = load.load_rows(settings_with(datasets=[first | {"fraction": 1.0}]))[0]
     assert (len(fixed), len(whole)) == (25, 100)
+
+
+@pytest.mark.parametrize(
+    ("ids", "losses", "kept", "kept_losses"),
+    [
+        ([5, 6, 0, 0], [0, 1, 0, 1], [5, 6, 0], [0, 1, 1]),  # the template's end without a loss, and TRL's with one
+        ([5, 6, 0, 0], [0, 1, 1, 0], [5, 6, 0], [0, 1, 1]),
+        ([5, 6, 0, 0, 0], [0, 1, 0, 0, 1], [5, 6, 0], [0, 1, 1]),
+        ([5, 6, 0, 0], [0, 1, 0, 0], [5, 6, 0], [0, 1, 0]),
+        ([5, 0, 6, 0], [1, 1, 1, 1], [5, 0, 6, 0], [1, 1, 1, 1]),
+    ],
+)
+def test_of_an_end_that_stands_twice_one_stays_with_the_loss_of_either(ids, losses, kept, kept_losses):
+    """Else a model never learns to end."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    assert tokenizer.eos_token_id == 0
+    labels = [token if loss else -100 for token, loss in zip(ids, losses, strict=True)]
+    rows = Dataset.from_list([{"text": "a fish"}])
+    tokenised = Dataset.from_list([{"input_ids": ids, "labels": labels}])
+    (row,), doubled = with_single_markers(rows, tokenised, tokenizer)
+    assert (row["input_ids"], [label != -100 for label in row["labels"]]) == (
+        kept,
+        [bool(loss) for loss in kept_losses],
+    )
+    assert doubled == ([0] if len(kept) < len(ids) else [])
 
 
 def test_the_test_split_follows_from_the_seed_alone(tmp_path):
@@ -390,6 +418,32 @@ def test_a_max_length_that_cuts_more_than_slips_is_said_with_one_that_holds_the_
     for keys in ({"max_length": holding(whole[-1])}, {"max_length": None}, {"max_length": whole[-2]},
                  {"max_length": 40, "packing": True, "packing_strategy": "bfd_split"}):  # fmt: skip
         assert "ZR553" not in audited(rows, tokenizer, tmp_path, **keys)[1], keys
+
+
+OF_200 = Audit(
+    rows=200, truncated=0, dropped=0, without_supervision=[], tokens=9, supervised=9, longest=99, longest_sequence=40,
+    largest_id=9, unsupervised_ends=0, empty=[],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "column", "found"),
+    [
+        ({"truncated": 2}, "text", []),  # one of a hundred is a slip
+        ({"truncated": 3}, "text", [("ZR553", "warning")]),
+        ({"rows": 20, "truncated": 1}, "text", []),  # and a single one
+        ({"rows": 20, "truncated": 2}, "text", [("ZR553", "warning")]),
+        ({"rows": 201, "empty": [4, 5]}, "completion", [("ZR533", "warning")]),
+        ({"empty": [4, 5]}, "completion", [("ZR533", "error")]),
+        ({"empty": [*range(199)]}, "text", [("ZR533", "warning")]),  # blank lines between texts are usual
+        ({"empty": [*range(200)]}, "text", [("ZR533", "error")]),
+    ],
+)
+def test_so_many_rows_cannot_be_slips(tokenizer, tmp_path, changes, column, found):
+    rows = Dataset.from_list([{column: "a fish"}] * 200)
+    counts = replace(OF_200, **changes)
+    said = audit_findings(counts, rows, tokenizer, arguments(tmp_path, max_length=40), RowKeys(), "train", "texts")
+    assert [(finding.code, finding.level) for finding in said] == found
 
 
 def test_check_data_shows_the_table_and_three_rows(monkeypatch, capsys, tmp_path):

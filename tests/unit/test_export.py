@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -79,6 +80,23 @@ def test_a_gguf_file_whose_answers_begin_otherwise_is_not_to_be_used(tmp_path, m
     assert "near-f16.gguf: 0 of 2 greedy answers match transformers, 1 in their first token" in capsys.readouterr().out
     with pytest.raises(export.NotExported, match="is not to be used"):
         export._compare([tmp_path / "far-f16.gguf"], expected, None)
+
+
+@pytest.mark.parametrize("stderr, said", [("1 of 2\n\nValueError: no such kind\n", "ValueError: no such kind"),
+                                          ("", "nothing")])  # fmt: skip
+def test_a_converter_that_fails_is_named_with_what_it_says(adapter, monkeypatch, capsys, stderr, said):
+    """llama.cpp's script. The model without it is whole."""
+    llama_cpp = adapter.with_name("llama.cpp")
+    llama_cpp.mkdir()
+    (llama_cpp / export.CONVERTER).write_text("")
+    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: name)  # the packages that it needs
+    ended = subprocess.CompletedProcess([], 1, stderr=stderr)
+    monkeypatch.setattr(export.subprocess, "run", lambda *_, **__: ended)
+    words = ["--gguf", "f16", "--llama_cpp", str(llama_cpp)]
+    assert main(["export", str(adapter.with_name("base")), "--dataset_format", "alpaca", *words]) == 1
+    printed = capsys.readouterr().err
+    assert f"llama.cpp's {export.CONVERTER} failed: {said}. Files written before are complete." in printed
+    assert (adapter.with_name("base-export") / "model.safetensors").is_file()
 
 
 def test_the_prompts_of_the_command_line_count(adapter, monkeypatch):

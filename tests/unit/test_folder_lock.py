@@ -18,6 +18,7 @@ from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import Batch
 from zero_recipes.core import folder_lock
 from zero_recipes.core.files import PART
+from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.folder_lock import LOCK, held
 from zero_recipes.tools import ask as asking
 from zero_recipes.tools import main as cli
@@ -46,6 +47,18 @@ def checkpoint(tmp_path) -> Path:
 
 def assert_whole(folder: Path) -> None:
     assert save.checkpoint_fault(folder) is None and save.content_fault(folder) is None
+
+
+def test_a_refused_tool_leaves_the_lock_of_who_comes_next(tmp_path, monkeypatch):
+    """Between the end of its own and the removal of an empty folder."""
+    folder = tmp_path / "out"
+    taken = []
+    monkeypatch.setattr(Path, "rmdir", lambda path: taken.append(folder_lock.take(path, "another run")))
+    with pytest.raises(Refusal), held(folder, "a tool"):
+        raise refusal("ZR902", out=folder)
+    assert "another run (process " in str(refusal_of(folder_lock.take, folder, "a third"))
+    folder_lock.give_back(taken[0], folder)
+    assert not (folder / LOCK).exists()
 
 
 def answer(work: Callable, arguments: tuple, barrier, pipe: Connection) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as draw
 
 from tests.helpers.seeded import grid
@@ -48,6 +48,8 @@ def test_torch_before_the_limit_of_pinned_memory_is_not_given_it(monkeypatch, ow
 
 
 @given(size=draw.integers(2, 1 << 40), mib=draw.integers(1, 4096))
+@example(size=3 << 20, mib=3)  # a block as large as the limit
+@example(size=(3 << 20) + 1, mib=3)
 def test_only_what_the_limit_allows_is_rounded(size, mib):
     taken = pinned_bytes(size, {"PYTORCH_CUDA_ALLOC_CONF": f"x:1,pinned_max_cached_size_mb:{mib}"})
     if size > mib << 20:

@@ -30,7 +30,7 @@ from tests.helpers.tools import refusal_of
 from tests.helpers.two_ranks import environment_of_launch
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate import launched_environment
+from zero_recipes.config.accelerate import launch_key_findings, launched_environment
 from zero_recipes.config.command_line import split_command_line
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.read import parse_recipe
@@ -341,6 +341,20 @@ def test_check_takes_the_launch_of_the_recipe(tmp_path, monkeypatch, capsys):
     for environment in (launched_environment(Path("zero2.yaml"), 3), launched_environment(None, 2)):
         _, findings = preflight(Path("recipe.yaml"), recipes.read_recipe_file(Path("recipe.yaml")), [], environment)
         assert [finding.code for finding in findings if finding.level == "error"] == ["ZR347"]
+
+
+@pytest.mark.parametrize("named", ["zero2", "zero3", "ddp", "fsdp2"])
+def test_a_recipe_that_names_its_launch_is_refused_under_any_other(root, named):
+    """Each of the others shards in its own way, by what the launcher puts into the environment."""
+    mapping = {"accelerate_config": f"{named}.yaml", "num_processes": 2}
+    for launched in ("zero2", "zero3", "ddp", "fsdp2"):
+        environment = launched_environment(Path("accelerate_configs") / f"{launched}.yaml", 2)
+        codes = [found.code for found in launch_key_findings(Path("recipe.yaml"), mapping, environment)]
+        assert codes == ([] if launched == named else ["ZR347"]), launched
+    three = launched_environment(Path("accelerate_configs") / f"{named}.yaml", 3)
+    assert [found.code for found in launch_key_findings(Path("recipe.yaml"), mapping, three)] == ["ZR347"]
+    without_number = {"accelerate_config": f"{named}.yaml"}
+    assert list(launch_key_findings(Path("recipe.yaml"), without_number, three)) == []
 
 
 @pytest.mark.parametrize(

@@ -243,12 +243,19 @@ def test_evaluation_rows_have_positions_too(tmp_path):
     assert found_by_check(tmp_path / "case", f"{keys}\neval_strategy: steps", files=files) == ["ZR175"]
 
 
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"original_max_position_embeddings": 8192, "rope_theta": 500_000.0}
+
+
 @pytest.mark.parametrize(
     "config, limit",
     [
         (LlamaConfig(max_position_embeddings=4096), 4096),
         (LlamaConfig(max_position_embeddings=4096, rope_parameters={"rope_type": "linear", "factor": 4.0}), 16384),
         (LlamaConfig(max_position_embeddings=4096, rope_parameters={"rope_type": "dynamic", "factor": 2.0}), None),
+        # Llama 3.1's: the positions that the config names are the stretched ones already
+        (LlamaConfig(max_position_embeddings=131_072, rope_parameters=LLAMA_3), 131_072),
+        (LlamaConfig(max_position_embeddings=8192, rope_parameters=LLAMA_3), 65_536),
         (FalconConfig(alibi=True), None),
         (FalconConfig(alibi=False, max_position_embeddings=2048), 2048),
     ],

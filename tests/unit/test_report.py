@@ -228,6 +228,17 @@ def test_the_report_begins_with_what_it_comes_to(report, tmp_path):
     assert bottom_line(runs)[0].startswith("Take ddp (1,000 tokens/s): it fits and is the fastest.")
 
 
+def test_volumes_are_compared_with_the_papers_where_both_count_the_same(tmp_path):
+    """ZeRO++'s paper counts what crosses between nodes, a run all that is sent."""
+    more = {"communication_bytes_per_step": {"all_gather": 8_000_000, "reduce_scatter": 2_000_000}}
+    strategies = ("zero0", "zero3", "zero3_hpz", "zero3_plus_plus")
+    runs = sweep(tmp_path, {"zero3": more}, strategies=strategies)
+    by_name = {row["label"]: row for row in read.table_rows(runs)}
+    assert [by_name[name]["paper_in_phi"] for name in strategies] == [2, 3, 2, 0.75]
+    said = [text for text in bottom_line(runs) if "Sent per step" in text]
+    assert said == ["Sent per step (in brackets: by the paper's formula): zero3 5.00Φ (3.00Φ)."]
+
+
 def test_no_strategy_is_advised_by_the_speed_of_cpus(tmp_path):
     advice = bottom_line(sweep(tmp_path, make=on_cpu))[0]
     assert advice.startswith("Smallest model states: zero3, 8.00 MB. CPU processes say nothing about")

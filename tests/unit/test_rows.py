@@ -27,6 +27,7 @@ from tests.helpers.drawn_rows import (
     texts,
 )
 from zero_recipes.data.as_written import as_written_findings
+from zero_recipes.data.forms import RowError, turns_of
 from zero_recipes.data.masks import tokenise
 from zero_recipes.data.prepare import prepare_split
 from zero_recipes.data.samples import choose_samples, with_tokens
@@ -167,6 +168,22 @@ def test_a_row_that_says_what_is_not_trained_is_refused(tmp_path, row, words, st
     found = found_in(written(tmp_path, {"train.jsonl": lines(rows)}), template=TEMPLATE, **keys)
     assert [finding.code for finding in found] == ["ZR524"], found
     assert found[0].what.startswith(LAST) and words in found[0].what, found[0].what
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "loss_weight", "loss_scale", "mask", "masked"])
+def test_a_weight_in_other_projects_words_is_never_passed_over(name):
+    """Of a turn and of a part of its content: all would train that was not to be trained."""
+    part = {"type": "text", "text": "Here."}
+    for reply in (REPLY | {name: 0}, REPLY | {"content": [part, part | {name: 0}]}):
+        with pytest.raises(RowError, match=f"has `{name}`, which zero-recipes does not read"):
+            turns_of(chat(ASK, reply), "messages")
+
+
+@pytest.mark.parametrize("name", ["id", "index", "cache_control", "annotations", "citations", "logprobs"])
+def test_what_apis_note_beside_a_part_is_no_weight(name):
+    part = {"type": "text", "text": "Here."}
+    _, reply = turns_of(chat(ASK, REPLY | {"content": [part | {name: {"type": "ephemeral"}}]}), "messages")
+    assert reply == REPLY
 
 
 @pytest.mark.parametrize("name", ["loss", "train", "trainable", "training"])

@@ -45,7 +45,7 @@ from zero_recipes.config.ds_config import DsConfig, fill_own_autos
 from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy, resolve_strategy
-from zero_recipes.core.findings import described, table
+from zero_recipes.core.findings import Refusal, described, library_error_as_finding, table
 from zero_recipes.core.host import Host
 from zero_recipes.engine import kernels
 from zero_recipes.model.config import load_config
@@ -142,6 +142,28 @@ def test_packed_rows_by_the_type_of_the_model(found, tmp_path):
     assert codes("bloom") == codes("mamba") == codes("opt", padding_free=True, packing=False) == ["ZR133"]
     assert codes("opt", attn_implementation="kernels-community/flash-attn2") == []
     assert codes("qwen3_next") == ["ZR133"] and codes("olmo_hybrid") == ["ZR460"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "warned"),
+    [
+        ({}, True),
+        ({"per_device_train_batch_size": 1, "max_length": 4096}, False),  # the fix: as many tokens in one sequence
+        ({"max_length": 2047}, False),
+        ({"max_length": None}, False),
+        ({"per_device_train_batch_size": 4, "max_length": 1024}, True),
+        ({"packing": False}, False),
+        ({"packing": False, "padding_free": True}, True),
+        ({"packing_strategy": "wrapped"}, False),
+        ({"bf16": True}, False),  # sdpa needs no mask
+        ({"attn_implementation": "sdpa", "bf16": True}, False),
+        ({"attn_implementation": "eager", "bf16": True}, True),
+        ({"attn_implementation": "flex_attention"}, False),
+    ],
+)
+def test_rows_in_one_sequence_under_a_mask_are_named_from_4096_tokens_on(found, keys, warned):
+    packed = {"packing": True, "max_length": 2048, "per_device_train_batch_size": 2, "bf16": False}
+    assert (("warning", "ZR464") in found(packed | keys)) is warned
 
 
 def test_lora_with_another_tokenizers_chat_template_on_tied_embeddings(found, tmp_path):
@@ -317,6 +339,20 @@ def test_the_fault_is_found_and_its_fixed_twin_passes(fault, tmp_path):
         SOUND.add((repr(fault.fixed) if whole else "", data))
     if fault.bad.keys is None:
         assert {f.code for f in found if f.level == fault.level} == {fault.code}, [str(finding) for finding in found]
+
+
+@pytest.mark.parametrize(
+    ("error", "ends_as"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), RuntimeError),
+        (MemoryError("no room"), MemoryError),
+        (RuntimeError("the memory of this model has another format"), Refusal),
+    ],
+)
+def test_memory_that_is_not_enough_is_not_refused_as_a_fault_of_the_recipe(error, ends_as):
+    """A sweep's row is then "oom", and its next strategy takes less."""
+    with pytest.raises(ends_as), library_error_as_finding("loading the model"):
+        raise error
 
 
 def test_the_net_has_the_librarys_message_the_key_and_the_traceback(tmp_path, monkeypatch, capsys):

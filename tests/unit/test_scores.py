@@ -1,12 +1,12 @@
 """What the answers to sample prompts are scored by: our own scores, and metrics of the evaluate library."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import evaluate
 import pytest
 
 from tests.helpers.faults import Side, findings_of
+from tests.helpers.metric_module import write_metric
 from tests.helpers.tools import refusal_of
 from zero_recipes.data.samples import Sample
 from zero_recipes.metrics.read_runs import read_samples
@@ -14,30 +14,16 @@ from zero_recipes.metrics.scores import load_metrics, metric_findings
 from zero_recipes.training.answers import Answers, sample_rows, show_samples, write_rows
 
 # of rouge, as the Hub's script computes it; the Hub is out of reach of tests
-OVERLAP = """
-import datasets
-import evaluate
-from rouge_score import rouge_scorer
-
-
-class Overlap(evaluate.Metric):
-    def _info(self):
-        features = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
-        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
-
-    def _compute(self, predictions, references):
-        scores = rouge_scorer.RougeScorer(["rougeL"]).score(references[0], predictions[0])
-        return {"overlap": scores["rougeL"].fmeasure, "recall": scores["rougeL"].recall, "words": [1]}
-"""
+ROUGE = "from rouge_score import rouge_scorer"
+SCORES = "scores = rouge_scorer.RougeScorer(['rougeL']).score(references[0], predictions[0])['rougeL']"
 
 
 @pytest.fixture
 def overlap(tmp_path, monkeypatch):
+    """The folder of a metric of several numbers, and of what is none."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "overlap").mkdir()
-    file = tmp_path / "overlap" / "overlap.py"
-    file.write_text(OVERLAP)
-    return file
+    found = "return {'overlap': scores.fmeasure, 'recall': scores.recall, 'words': [1]}"
+    return write_metric(tmp_path, "overlap", SCORES, found, imports=ROUGE)
 
 
 def metrics_of(names, trusted=True):
@@ -64,28 +50,14 @@ def test_a_metric_of_evaluate_scores_each_row(overlap):
     assert found == {"overlap": pytest.approx(2 / 3), "overlap.recall": 0.5, "exact_match": 0.0}
 
 
-SHARE = """
-import datasets
-import evaluate
-
-
-class Share(evaluate.Metric):
-    def _info(self):
-        features = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
-        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
-
-    def _compute(self, predictions, references):
-        right = set(predictions[0].split()) & set(references[0].split())
-        return {"share": len(right) / len(predictions[0].split()), "words": len(right)}
-"""
+RIGHT = "right = len(set(predictions[0].split()) & set(references[0].split()))"
 
 
 @pytest.fixture
 def share(tmp_path, monkeypatch):
     """A metric that divides by the words of an answer."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "share").mkdir()
-    (tmp_path / "share" / "share.py").write_text(SHARE)
+    write_metric(tmp_path, "share", RIGHT, "return {'share': right / len(predictions[0].split()), 'words': right}")
     return "./share"
 
 
@@ -105,12 +77,12 @@ def test_answers_are_kept_where_a_metric_fails(share, tmp_path, capsys):
     assert f"no score of 2 of 3 rows, where it fails: {error}" in capsys.readouterr().out
 
 
-def test_metrics_are_tried_on_an_empty_answer_before_a_run(share, overlap):
+def test_metrics_are_tried_on_an_empty_answer_before_a_run(share, overlap, tmp_path):
     found = list(metric_findings(metrics_of([share, "./overlap", "exact_match", "token_f1", "reference_loss"])))
     assert [(one.code, one.level) for one in found] == [("ZR177", "warning")]
     assert "./share" in found[0].what and "an empty answer: ZeroDivisionError" in found[0].what
-    fixed = share.removeprefix("./") + "/share.py"
-    Path(fixed).write_text(SHARE.replace("/ len(predictions[0].split())", "/ max(1, len(predictions[0].split()))"))
+    fixed = "return {'share': right / max(1, len(predictions[0].split())), 'words': right}"
+    write_metric(tmp_path, "share", RIGHT, fixed)
     assert list(metric_findings(metrics_of([share]))) == []
 
 
@@ -126,9 +98,9 @@ def test_a_metric_that_cannot_be_had_is_refused(overlap, monkeypatch):
         refusal = refusal_of(metrics_of, [name])
         assert refusal.codes == ["ZR555"] and why in str(refusal)
     assert refusal_of(metrics_of, ["./overlap"], False).codes == ["ZR556"], "a stranger's code was run"
-    overlap.write_text(OVERLAP.replace("from rouge_score", "import no_such_package\nfrom rouge_score"))
+    write_metric(overlap.parent, "overlap", "return {'overlap': 1.0}", imports="import no_such_package")
     assert "pip install no_such_package" in str(refusal_of(metrics_of, ["./overlap"]))
-    overlap.write_text(OVERLAP.replace('"overlap": ', '"overlap": "" and ').replace('"recall": ', '"recall": "" and '))
+    write_metric(overlap.parent, "overlap", "return {'overlap': '', 'words': [1]}")
     assert "no number" in str(refusal_of(metrics_of, ["./overlap"]))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from tests.helpers import fake_cuda
 from tests.helpers.report_runs import metrics, save
@@ -15,6 +16,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.keys import key_types
 from zero_recipes.config.read import parse_recipe
 from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file, read_runs, read_sweep_file
+from zero_recipes.metrics.schema import Metrics
 from zero_recipes.tools import main as cli
 from zero_recipes.tools import sweep, tune
 from zero_recipes.tools.plan.job import read_recipe
@@ -247,6 +249,27 @@ def test_the_fastest_with_the_same_loss_is_written(packable, tmp_path, ran, caps
         rounds[0] == len(set(re.findall(r"^#   (.*):", text, re.M))) and rounds[0] > 2 * rounds[1] > 2 * rounds[2] > 0
     )
     assert cli.main(argv) == 2 and "ZR863" in capsys.readouterr().err
+
+
+def test_the_faster_half_of_the_candidates_goes_on_until_two_are_left():
+    """Of an odd number the larger half. None goes on whose loss is another one's, or whose run has failed."""
+    rounds: dict[int, list[str]] = {}
+    speeds = {"a": 5.0, "b": 4.0, "c": 3.0, "d": 2.0, "e": 1.0, "other loss": 9.0, "broken": 9.0}
+
+    def measure(run: SweepRun, steps: int, place: str) -> tune.Row:
+        rounds.setdefault(steps, []).append(run.name)
+        tokens = {"all": 100 * steps, "non_padding": 100 * steps, "supervised": steps}
+        timed = {"median": 60 / speeds[run.strategy], "p90": 60.0, "warmup_steps_excluded": 2}
+        history = [2.0 if run.strategy == "other loss" else 1.0] * steps
+        row = metrics("ddp", step_seconds=timed, tokens=tokens, loss_history=history)
+        status = "failed" if run.strategy == "broken" else "ok"
+        return tune.Row(run, steps, Metrics.model_validate(row | {"status": status}), seconds=1.0)
+
+    field = [SweepRun(name, Path("x.yaml"), {}) for name in speeds]
+    rows = tune.halved(field, measure, 1e9, Console(quiet=True))
+    named = [row.run.strategy for row in rows]
+    assert [len(names) for names in rounds.values()] == [7, 3, 2] and list(rounds) == [12, 24, 48]
+    assert named[:5] == ["a", "b", "c", "d", "e"] and {*named[5:]} == {"other loss", "broken"}
 
 
 def test_short_steps_are_measured_for_seconds(monkeypatch, ran, packable, tmp_path):

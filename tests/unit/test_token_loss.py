@@ -184,11 +184,11 @@ def test_the_loss_and_the_log_are_trls_without_a_gather_a_micro_batch(tmp_path, 
     assert (trl[2], ours[2]) == (24, 24 if loss_type == "dft" else 0)
 
 
-def made(folder: Path, loss_type: str = "nll") -> ZeroSFTTrainer:
+def made(folder: Path, loss_type: str = "nll", **keys) -> ZeroSFTTrainer:
     torch.manual_seed(7)
     model = LlamaForCausalLM(llama_config(num_hidden_layers=1))
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
-    args = SFTConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], loss_type=loss_type)
+    args = SFTConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], loss_type=loss_type, **keys)
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]})
     return ZeroSFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
 
@@ -206,6 +206,25 @@ def test_an_evaluations_accuracy_is_a_mean_over_tokens_not_over_batches(tmp_path
         supervised += int((wanted != -100).sum())
     trainer.log({})
     assert trainer.state.log_history[-1]["eval_mean_token_accuracy"] == pytest.approx(right / supervised)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_an_evaluations_loss_is_a_mean_over_the_tokens_that_have_one(tmp_path, batch_size):
+    """A row's first token is predicted by none. The rows: long ones and short ones, one in part, one without loss."""
+    draw = random.Random(5)
+    ids = [[draw.randrange(5, 1000) for _ in range(length)] for length in (40, 2, 3, 2, 25, 7)]
+    labels = [[*row] for row in ids]
+    labels[4][:20] = [-100] * 20
+    labels[5] = [-100] * 7
+    trainer = made(tmp_path, per_device_eval_batch_size=batch_size)
+    found = trainer.evaluate(Dataset.from_dict({"input_ids": ids, "labels": labels}))["eval_loss"]
+    summed = tokens = 0.0
+    for row, wanted in zip(ids, labels, strict=True):
+        logits = trainer.model(torch.tensor([row])).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, torch.tensor(wanted[1:]), reduction="none")  # 0 of -100
+        summed += losses.sum().item()
+        tokens += sum(label != -100 for label in wanted[1:])
+    assert tokens == 39 + 1 + 2 + 1 + 5 and found == pytest.approx(summed / tokens, rel=1e-5)
 
 
 def batch(draw: random.Random, packed: bool) -> dict[str, torch.Tensor]:

@@ -40,7 +40,7 @@ class Reads(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, chat_template: str | None = None) -> "Reads":
-        """`chat_template`: None for the tokenizer's own."""
+        """Find what a chat template reads by rendering probes with it. `chat_template`: None for the tokenizer's."""
         probe = _Probe(tokenizer, chat_template)
         fields = tuple(name for name in tables()["thoughts"] if probe.writes_thoughts_of(name))
         tagged = f"{OPENED}\n{THOUGHT}\n{CLOSED}\n\n{ANSWER}"
@@ -98,7 +98,7 @@ class _Probe(NamedTuple):
 
 
 def as_read(rows: Rows, tokenizer: Tokenizer, chat_template: str | None = None, processes: int | None = None) -> Rows:
-    """The rows, each message as the template reads it. Raises Refusal, with row and turn.
+    """The rows with each message as the chat template reads it. Raises Refusal, with row and turn.
 
     `chat_template`: None for the tokenizer's own. `processes`: that do it.
     """
@@ -147,7 +147,10 @@ def _row_as_read(row: Row, number: int, columns: list[str], reads: Reads, code: 
 
 
 def messages_as_read(messages: list[Row], reads: Reads, row: int, first: int = 0) -> list[Row]:
-    """`first`: the number of the first of these messages in its row. Raises Refusal."""
+    """The messages of one row as the chat template reads them. Raises Refusal.
+
+    `first`: the number of the first of these messages in its row.
+    """
     return [_message_as_read(message, reads, row, first + number) for number, message in enumerate(messages)]
 
 
@@ -202,7 +205,10 @@ def _with_arguments(function: Mapping[str, Any], as_text: bool) -> Row:
 
 
 def mapping_of(arguments: Any) -> Any:
-    """A tool call's arguments. Raises ValueError for text that is no JSON object. None and no text are no arguments."""
+    """A tool call's arguments as a mapping. None and no text are no arguments.
+
+    Raises ValueError for text that is no JSON object.
+    """
     if arguments is None:
         return {}
     if not isinstance(arguments, str):
@@ -259,7 +265,7 @@ def _move_thoughts(message: Row, reads: Reads) -> None:
 
 
 def split_thoughts(content: str) -> tuple[str, int] | None:
-    """(the thoughts with which a content begins, where the answer begins); None where it is not so clear.
+    """The thoughts with which a content begins, and where the answer begins; None where it is not so clear.
 
     A content may lack the tag that opens: some templates write it after the header.
     """

@@ -30,6 +30,8 @@ PLACEHOLDER = "zr placeholder"
 
 
 class Text(NamedTuple):
+    """A text of a row that must stand in its tokens: where it is from, and whether it has a loss."""
+
     name: str
     text: str
     has_loss: bool | None  # None: either is right
@@ -63,7 +65,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Faults:
-    """What is found in rows, by its kind: (number of the row, the text or the fault in words)."""
+    """What is wrong in rows, by its kind: (number of the row, the text or the fault in words)."""
 
     wrong_loss: list[tuple[int, str]] = field(default_factory=list)
     lost: list[tuple[int, Text]] = field(default_factory=list)
@@ -83,7 +85,7 @@ def as_written_findings(
     split: str,
     assistant_mask: str | None = None,
 ) -> Iterator[Finding]:
-    """What the tokens, whole, do not show of the rows' texts. At most one finding of a kind.
+    """Compare the rows' texts with their decoded tokens. At most one finding of a kind.
 
     `rows`: before they are made what the chat template reads. `assistant_mask`: the recipe's.
     """
@@ -486,7 +488,10 @@ def _placeholder_call(call: Row) -> Row:
 
 
 def unread_by_template(rows: Dataset, tokenizer: Tokenizer) -> list[str]:
-    """Keys of the compared rows' turns, and the column `tools`, that the chat template does not mention."""
+    """What the rows have and the chat template does not mention: keys of the turns, and the column `tools`.
+
+    Of the rows that are compared.
+    """
     template: Any = tokenizer.chat_template or ""
     if not isinstance(template, str):  # several by name
         template = " ".join(template.values())

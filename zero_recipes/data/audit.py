@@ -35,6 +35,7 @@ class RowKeys:
 
     @classmethod
     def of(cls, settings: Settings) -> "RowKeys":
+        """The keys of a run's settings."""
         return cls(settings.assistant_mask, settings.long_rows)
 
     def drops(self, max_length: int | None) -> bool:
@@ -47,7 +48,7 @@ NO_KEYS = RowKeys()
 
 @dataclass
 class Audit:
-    """One split, counted. Tokens: of one epoch as trained on, the end of text included."""
+    """Counts of one split. Tokens: of one epoch as trained on, the end of text included."""
 
     rows: int
     truncated: int  # longer than max_length: cut, or with packing "bfd_split" and "wrapped" split
@@ -64,7 +65,7 @@ class Audit:
 
     @property
     def trained(self) -> int:
-        """Rows that are trained on, in packs or not."""
+        """How many rows are trained on, in packs or not."""
         return self.rows - self.dropped
 
     def __str__(self) -> str:
@@ -77,7 +78,10 @@ class Audit:
 def audit(
     rows: Dataset, tokenised: Dataset, ready: Dataset, tokenizer: Tokenizer, training_args, ours: RowKeys = NO_KEYS
 ) -> Audit:
-    """`rows` as loaded, `tokenised` whole, `ready` as trained on (truncated, packed, dropped)."""
+    """Count a split's rows and tokens.
+
+    `rows` as loaded, `tokenised` whole, `ready` as trained on (truncated, packed, dropped).
+    """
     batches = []
     for ids, labels, lengths in token_batches(tokenised):
         ended = _learns_to_end(ids, labels, np.cumsum(lengths), tokenizer.eos_token_id)
@@ -155,6 +159,7 @@ def _token_faults(rows: Dataset, largest_id: int) -> Iterator[tuple[int, str, st
 
 
 def is_of_integers(kind: pa.DataType) -> bool:
+    """Whether Arrow's type is a list of integers."""
     return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type)
 
 
@@ -184,6 +189,10 @@ def _is_empty(value: str | list[dict[str, Any]], anyone: bool) -> bool:
 def audit_findings(
     found: Audit, rows: Dataset, tokenizer: Tokenizer, training_args, ours: RowKeys, split: str, read_as: str
 ) -> Iterator[Finding]:
+    """What is wrong with a split by its counts: empty answers, rows without a loss or cut, ends that are not learned.
+
+    `read_as`: in words what the columns were taken for.
+    """
     if found.empty:  # so many that they cannot be slips are an error; blank lines between texts are usual
         has_answers = not {"completion", "messages"}.isdisjoint(rows.column_names)
         most = (MAX_BAD_ROW_SHARE if has_answers else 1) * found.rows
@@ -220,7 +229,7 @@ def holding(tokens: int) -> int:
 
 
 def overlap_findings(training: Dataset, evaluation: Dataset, split: str) -> Iterator[Finding]:
-    """At most one finding: tokenised evaluation rows that are training rows too."""
+    """Find tokenised evaluation rows that are training rows too. At most one finding."""
     wanted = list(_ids_as_bytes(evaluation))
     known = set(wanted).intersection(_ids_as_bytes(training))
     same = [number for number, ids in enumerate(wanted) if ids in known]
@@ -229,7 +238,10 @@ def overlap_findings(training: Dataset, evaluation: Dataset, split: str) -> Iter
 
 
 def left_out_findings(train: Any, evaluation: Dataset | None, settings: Settings, replicas: int) -> Iterator[Finding]:
-    """Of evaluation rows that dataloader_drop_last leaves out; of training rows only where it leaves none."""
+    """Find evaluation rows that dataloader_drop_last leaves out; training rows only where it leaves none.
+
+    `replicas`: ranks with rows of their own.
+    """
     if not settings.dataloader_drop_last:
         return
     parts = [
@@ -248,7 +260,7 @@ def left_out_findings(train: Any, evaluation: Dataset | None, settings: Settings
 
 
 def shown_rows(tokenised: Dataset, tokenizer: Tokenizer) -> list[tuple[int, list[tuple[str, bool]]]]:
-    """Three rows as (number, [(text, whether it carries loss)])."""
+    """Three rows of a split, first, middle and last, as (number, [(text, whether it carries loss)])."""
     found = []
     for number in sorted({0, len(tokenised) // 2, len(tokenised) - 1}):
         found.append((number, list(decoded_parts(tokenised[number], tokenizer))))
@@ -256,7 +268,7 @@ def shown_rows(tokenised: Dataset, tokenizer: Tokenizer) -> list[tuple[int, list
 
 
 def decoded_parts(row: dict[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """(text, whether it carries loss) of a tokenised row, part after part."""
+    """The texts of a tokenised row, part after part, as (text, whether it carries loss)."""
     pairs = zip(row["input_ids"], row.get("labels", row["input_ids"]), strict=True)
     for carries, part in groupby(pairs, lambda pair: pair[1] != -100):
         ids = [token for token, _ in part]
@@ -264,7 +276,10 @@ def decoded_parts(row: dict[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[s
 
 
 def show_rows(rows: list, console: Console, longest: int | None = None) -> None:
-    """What carries loss is green, or between brackets without colours. `longest`: characters of a row."""
+    """Print rows of `shown_rows`. What carries loss is green, or between brackets without colours.
+
+    `longest`: characters of a row.
+    """
     coloured = console.is_terminal and not console.no_color
     for number, parts in rows:
         text = plain(f"row {number}: ", style="bold")
@@ -278,7 +293,10 @@ def show_rows(rows: list, console: Console, longest: int | None = None) -> None:
 
 
 def token_batches(rows: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(ids, labels or else ids, lengths) of BATCH rows after the other: shapes (tokens,), (tokens,), (rows,)."""
+    """The tokens of BATCH rows after the other: (ids, labels or else ids, lengths).
+
+    Of the shapes (tokens,), (tokens,) and (rows,).
+    """
     names = [name for name in ("input_ids", "labels") if name in rows.column_names]
     for table in tables(rows, names):
         ids, lengths = flat(table["input_ids"])
@@ -292,7 +310,7 @@ def tables(rows: Dataset, columns: list[str]) -> Iterator[pa.Table]:
 
 
 def row_lengths(rows: Dataset) -> np.ndarray:
-    """Tokens of each row, shape (rows,). Reads offsets only."""
+    """How many tokens each row has, shape (rows,). Reads offsets only."""
     batches = [np.zeros(0, dtype=np.int64)]
     for table in tables(rows, ["input_ids"]):
         batches.append(_lengths(table["input_ids"].combine_chunks()))
@@ -300,7 +318,10 @@ def row_lengths(rows: Dataset) -> np.ndarray:
 
 
 def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """(values of shape (tokens,), lengths of shape (rows,)) of a column of lists; -1 for null."""
+    """The values of a column of lists in one array, -1 for null, and how many each row has.
+
+    Of the shapes (tokens,) and (rows,).
+    """
     whole = column.combine_chunks()
     return np.asarray(pc.fill_null(pc.list_flatten(whole), -1)), _lengths(whole)
 

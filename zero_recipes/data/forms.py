@@ -31,6 +31,8 @@ TURNS = List(Json())
 
 
 class Form(NamedTuple):
+    """What the columns of a data set are taken for, and how a row of it becomes what TRL takes."""
+
     description: str
     used: frozenset[str]  # columns of the data
     convert: Callable[[Row], Row] | None = None  # None where TRL takes a row as it is
@@ -56,13 +58,14 @@ def code_digest() -> str:
 
 
 class RowError(TypeError):
-    """A row that does not fit the form of its data set."""
+    """Raised for a row that does not fit the form of its data set."""
 
     row: int | None = None
 
 
 @contextlib.contextmanager
 def row_errors_as_findings(split: str) -> Iterator[None]:
+    """Turn a RowError that is raised within it into a Refusal that names row and split."""
     try:
         yield
     except RowError as error:
@@ -73,7 +76,7 @@ def row_errors_as_findings(split: str) -> Iterator[None]:
 
 
 def column_kinds(rows: Rows) -> dict[str, str]:
-    """{column: "text", "null", "turns", "list", or the datasets library's name of another type}.
+    """What each column holds, by name: "text", "null", "turns", "list", or the datasets library's name of another type.
 
     Of a stream by the types that it declares, else by its first rows.
     """
@@ -129,7 +132,7 @@ def encoded_turns(value: Any) -> list[Any] | None:
 
 
 def column_like_turns(rows: Rows, kinds: Mapping[str, str]) -> str | None:
-    """A column of text that looks like a list of messages, but is no JSON."""
+    """The name of a column of text that looks like a list of messages, but is no JSON; None without one."""
     first = next(iter(rows.take(1)), {})
     for name in tables()["conversations"]:
         value = first.get(name)
@@ -165,7 +168,10 @@ def _is_turn(value: Any) -> bool:
 
 
 def recognise(kinds: Mapping[str, str], settings: Settings, dataset_format: str | None) -> Form | None:
-    """None where the recipe trains on nothing that is there."""
+    """The form of a data set by its columns; None where the recipe trains on nothing that is there.
+
+    `kinds`: of `column_kinds`.
+    """
     if dataset_format in ("alpaca", "alpaca_chat"):
         return _alpaca(kinds, dataset_format)
     if skips_preparation(settings):
@@ -290,18 +296,22 @@ def _system_column(kinds: Mapping[str, str]) -> str | None:
 
 
 def alpaca_prompt(instruction: str, input: str = "") -> str:
+    """Alpaca's prompt around an instruction and its input."""
     template = tables()["alpaca"]["with_input" if input else "without_input"]
     return template.format(instruction=instruction, input=input)
 
 
 def alpaca_row(row: Row) -> dict[str, str]:
-    """As TRL's prompt and completion. Raises RowError where a column is not text: `str.format` would write None."""
+    """An Alpaca row as TRL's prompt and completion.
+
+    Raises RowError where a column is not text: `str.format` would write None.
+    """
     prompt = alpaca_prompt(_text(row, "instruction"), _text_or_none(row, "input") or "")
     return {"prompt": prompt, "completion": _text(row, "output")}
 
 
 def alpaca_turns(row: Row) -> dict[str, list[dict[str, str]]]:
-    """Alpaca's prompt, whole, is the user's turn. Raises RowError."""
+    """An Alpaca row as messages: Alpaca's prompt, whole, is the user's turn. Raises RowError."""
     texts = alpaca_row(row)
     user = {"role": "user", "content": texts["prompt"]}
     assistant = {"role": "assistant", "content": texts["completion"]}
@@ -309,7 +319,7 @@ def alpaca_turns(row: Row) -> dict[str, list[dict[str, str]]]:
 
 
 def turns_of(row: Row, column: str) -> list[Row]:
-    """Messages: role, content, the turn's other keys. Raises RowError.
+    """The messages of one column of a row: role, content, the turn's other keys. Raises RowError.
 
     `weight: 0` says that a message has no loss; `silent_parts`, as [first, end, number of the part], which characters
     of its content have none.
@@ -452,7 +462,7 @@ def _text_or_none(row: Row, name: str | None) -> str | None:
 
 
 def convert(rows: Rows, form: Form, split: str = "the data") -> Rows:
-    """Without the columns that the form does not read. Raises Refusal, with the row."""
+    """The rows as their form makes them, without the columns that it does not read. Raises Refusal, with the row."""
     columns = column_names(rows)
     with library_error_as_finding(f"reading the rows of {split}"), row_errors_as_findings(split):
         if form.convert is None:
@@ -468,12 +478,12 @@ def convert(rows: Rows, form: Form, split: str = "the data") -> Rows:
 
 
 def column_names(rows: Rows) -> list[str]:
-    """A stream may not declare them: its first row has them."""
+    """The names of the rows' columns. A stream may not declare them: its first row has them."""
     return rows.column_names or list(next(iter(rows)))
 
 
 def leave_out_weightless(rows: Rows, kinds: Mapping[str, str], split: str = "the data") -> Rows:
-    """Rows of `weight: 0` go. Raises Refusal for other values, with the row."""
+    """The rows without those of `weight: 0`. Raises Refusal for other values, with the row."""
     names = tables()["weights"] + tables()["other_weights"]
     if all(kinds.get(name, "null") == "null" for name in names):
         return rows
@@ -496,7 +506,7 @@ def _numbered(row: Row, number: int, convert_row: Callable[[Row], Any], code: st
 
 
 def unread(kinds: Mapping[str, str], form: Form) -> list[str]:
-    """Columns with values that nothing reads."""
+    """The names of columns that have values and that nothing reads."""
     read = form.used.union(tables()["weights"])
     if form.turns:
         read |= set(tables()["kept"])
@@ -507,8 +517,9 @@ MESSAGES = "messages."  # before the key of a message, in `columns`
 
 
 def rename(rows: Rows, columns: Mapping[str, str] | None) -> Rows:
-    """`columns`: {new name: the name in the data}. A column that has the new name already is dropped.
+    """The rows under the column names that the recipe's `columns` gives them.
 
+    `columns`: {new name: the name in the data}. A column that has the new name already is dropped.
     {"messages.content": "utterance"} names a key of each message, in whatever column the conversation is.
     """
     if not columns:

@@ -42,11 +42,14 @@ SEPARATORS = ",;\t"  # of CSV files: the one that the header has most of
 
 
 class MissingSplit(Refusal):
-    """The data has no split of the name that the recipe gives."""
+    """Raised where the data has no split of the name that the recipe gives."""
 
 
 def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
-    """(training rows, evaluation rows, what was recognised in each source). Raises Refusal."""
+    """Load a recipe's rows. Raises Refusal.
+
+    Returns (training rows, evaluation rows or None, what was recognised in each source).
+    """
     splits, found = load_splits(settings)
 
     def rows_of(key: str) -> Rows:
@@ -81,7 +84,10 @@ def _part(splits: DatasetDict, name: str) -> Rows:
 
 
 def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
-    """Those of a mixture are formatted. Raises Refusal."""
+    """Load all splits of a recipe's data. Raises Refusal.
+
+    The rows of a mixture are formatted already, and come with their forms.
+    """
     sources = _sources(settings)
     if not any(source["path"] for source in sources):
         raise refusal("ZR504")
@@ -253,7 +259,7 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
 def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
     """Look at the first rows of the data: is it there, with the splits and columns that the recipe names?
 
-    And is there a chat template for turns?
+    And is there a chat template for turns? Raises Refusal where not.
 
     `asks_hub`: data of the hub is looked at too, which takes seconds.
     """
@@ -287,7 +293,10 @@ def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
 
 
 def refuse_turns_without_template(found: list[Form], tokenizer: Tokenizer) -> None:
-    """`tokenizer`: with the recipe's chat template."""
+    """Raise Refusal where rows are turns and the tokenizer has no chat template to write them with.
+
+    `tokenizer`: with the recipe's chat template.
+    """
     for form in found:
         if form.turns and not tokenizer.chat_template:
             raise refusal("ZR890", form=form.description)
@@ -309,7 +318,7 @@ def _whole_split(name: str) -> str:
 
 @contextlib.contextmanager
 def reading(sources: list[dict[str, Any]]) -> Iterator[None]:
-    """What the datasets library raises becomes a Refusal, of broken JSON with the line."""
+    """Turn what the datasets library raises within it into a Refusal; of broken JSON it names the line."""
     try:
         yield
     except (Refusal, MemoryError):
@@ -357,19 +366,19 @@ def _broken(file: str) -> str | None:
 
 
 def read_tokenizer(name: str, settings: Settings, **keywords: Any) -> Tokenizer:
-    """As it is saved. `keywords`: of from_pretrained. Raises Refusal."""
+    """Read a tokenizer as it is saved. `keywords`: of from_pretrained. Raises Refusal."""
     with library_error_as_finding(f"reading the tokenizer of {name}"):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=settings.trust_remote_code, **keywords)
 
 
 def load_tokenizer(settings: Settings) -> Tokenizer:
-    """With a padding token that is not the end of text. Raises Refusal."""
+    """Read a run's tokenizer, with a padding token that is not the end of text. Raises Refusal."""
     name = settings.model_name_or_path
     return with_padding(read_tokenizer(name, settings, revision=settings.model_revision), settings)
 
 
 def with_padding(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
-    """The same, with a padding token that is not the end of text. Refuses one that has none.
+    """Give a tokenizer a padding token that is not the end of text. Raises Refusal where it has none.
 
     TRL falls back to pad = end of text. Its own labels are built before padding, but a model saved so teaches everyone
     downstream to mask the end.
@@ -388,7 +397,7 @@ def with_padding(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
 
 
 def tokenizer_findings(settings: Settings, asks_hub: bool) -> Iterator[Finding]:
-    """What a run's tokenizer would refuse: `eos_token` and `pad_token`. Raises Refusal.
+    """Find what a run would refuse of its tokenizer: `eos_token` and `pad_token`. Raises Refusal.
 
     `asks_hub`: a tokenizer of the hub is downloaded; else it is taken from the cache, or a warning says that it was not
     looked at.
@@ -412,7 +421,7 @@ def _refuse_unknown_token(key: str, token: str, tokenizer: Tokenizer) -> None:
 
 
 def apply_chat_template_file(tokenizer: Tokenizer, settings) -> Tokenizer:
-    """As SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal.
+    """A copy of the tokenizer, as SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal.
 
     A copy: SFTTrainer must still find which tokens it adds, for LoRA trains those.
     """
@@ -451,5 +460,5 @@ def on_hub(name: str | None) -> bool:
 
 
 def packaged_formats() -> set[str]:
-    """Names that are no data sets of the hub: json, csv, parquet and others."""
+    """The names of formats such as json, csv and parquet, which are no data sets of the hub."""
     return {module.name for module in pkgutil.iter_modules(packaged_modules.__path__)}

@@ -33,9 +33,10 @@ TAGS_BEHIND = re.compile(rf"(?:\s*(?:{TAG.pattern}))*")
 def tokenise(
     rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None = None, split: str = "the data"
 ) -> Rows:
-    """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
+    """Make input_ids and labels of each row, before truncation, dropping, packing and shuffling.
 
     By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied. `split`: for people.
+    Raises Refusal.
     """
     tokenised = tokenise_as_written(rows, tokenizer, training_args, assistant_mask, split)
     return with_single_markers(rows, tokenised, tokenizer)[0]
@@ -44,7 +45,7 @@ def tokenise(
 def tokenise_as_written(
     rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None, split: str = "the data"
 ) -> Rows:
-    """`tokenise`, with markers that stand twice. Raises Refusal."""
+    """Do the work of `tokenise`, but leave markers that stand twice. Raises Refusal."""
     whole = copy.copy(training_args)
     whole.max_length = None
     whole.shuffle_dataset = False
@@ -199,6 +200,7 @@ class Chat(NamedTuple):
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any], tokenizer, chat_template: str | None = None) -> "Chat":
+        """The conversation of a converted row. `chat_template`: None for the tokenizer's own."""
         prompt = row.get("prompt") or []
         messages = prompt + row["completion"] if prompt else row["messages"]
         tools = row.get("tools")
@@ -209,7 +211,7 @@ class Chat(NamedTuple):
         return cls(messages, len(prompt), options, tokenizer)
 
     def render(self, messages: list[Row], to_answer: bool = False) -> str:
-        """The messages as text; `to_answer`: with the generation prompt."""
+        """Write the messages as text with the chat template; `to_answer`: with the generation prompt."""
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=to_answer, **self.options
         )
@@ -425,7 +427,7 @@ def _placed(content: str, text: str) -> list[tuple[int, str, int]] | None:
 
 
 def with_single_markers(rows: Rows, tokenised: Rows, tokenizer: Tokenizer) -> tuple[Rows, list[int]]:
-    """(the tokenised rows, in which the beginning and the end of a text stand once; numbers of those that had two).
+    """The tokenised rows with the beginning and the end of a text once, and the numbers of those that had two.
 
     A text or a template may write a marker that the tokenizer or TRL adds too. TRL 1.16 takes care of the end that it
     appends itself. Rows of token ids stay as they are. Of a stream no numbers are known.
@@ -442,7 +444,7 @@ def with_single_markers(rows: Rows, tokenised: Rows, tokenizer: Tokenizer) -> tu
 
 
 def without_beginning(text: str, tokenizer: Tokenizer) -> str:
-    """The text without the marker of its beginning, where the tokenizer adds one."""
+    """A text without the marker of its beginning, where the tokenizer adds one."""
     beginning = tokenizer.bos_token
     if beginning is None or tokenizer("")["input_ids"][:1] != [tokenizer.bos_token_id]:
         return text

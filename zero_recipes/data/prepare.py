@@ -55,6 +55,8 @@ _VERSIONS = ("trl", "transformers", "datasets")
 
 
 class Data(NamedTuple):
+    """A recipe's rows, loaded and formatted, with its tokenizer and samples; nothing is tokenised."""
+
     train: load.Rows
     evaluation: load.Rows | None
     samples: list[Sample]
@@ -63,6 +65,8 @@ class Data(NamedTuple):
 
 
 class Split(NamedTuple):
+    """One split in each state of its preparation, and its counts."""
+
     rows: Dataset
     tokenised: Dataset  # whole
     ready: Dataset  # as they are trained on
@@ -85,13 +89,14 @@ class Prepared:
 
     @property
     def rows(self) -> int | None:
-        """Training rows as the trainer counts them (packed ones once); None for a stream."""
+        """How many training rows the trainer counts (packed ones once); None for a stream."""
         return len(self.train) if isinstance(self.train, Dataset) else None
 
 
 def prepare_rows(settings: Settings, training_args, tokenizer: Tokenizer, replicas: int = 1) -> Prepared:
-    """Made or found by one process of each node and read by all. Raises Refusal on every process.
+    """Prepare the rows of a run, or find them prepared. Raises Refusal on every process.
 
+    One process of each node does it, and all read them.
     `training_args` is changed to what is prepared. `tokenizer`: the model's. `replicas`: ranks with rows of their own.
     """
     ignored = ignored_codes(settings.ignore)
@@ -161,7 +166,7 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
 
 
 def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
-    """Nothing is tokenised yet. Raises Refusal."""
+    """Load and format the rows of a recipe and choose its samples. Nothing is tokenised yet. Raises Refusal."""
     tokenizer = load.apply_chat_template_file(tokenizer, settings)
     rows, evaluation, found = load.load_rows(settings)
     load.refuse_turns_without_template(found, tokenizer)
@@ -172,7 +177,7 @@ def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
 
 
 def finish(tokenised: Dataset, tokenizer: Tokenizer, training_args, packing: bool, ours: RowKeys = NO_KEYS) -> Dataset:
-    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
+    """Truncate or pack tokenised rows to max_length, drop rows without loss and shuffle, as TRL does.
 
     Packed by one process: TRL 1.16 packs within one worker's share, so that packs would depend on their number.
     """
@@ -187,9 +192,10 @@ def finish(tokenised: Dataset, tokenizer: Tokenizer, training_args, packing: boo
 
 
 def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[Split], list[Finding]]:
-    """Training rows, evaluation rows if there are any, and what is wrong with each and with both together.
+    """Prepare the training rows and the evaluation rows, if there are any.
 
-    Of a stream the first STREAMED_ROWS. Raises Refusal.
+    Returns the splits, and what is wrong with each and with both together. Of a stream the first STREAMED_ROWS.
+    Raises Refusal.
     """
     name = settings.dataset_train_split
     rows = _start_of(data.train, name)
@@ -231,7 +237,10 @@ def prepare_split(
     split: str = "the data",
     read_as: str = "",
 ) -> tuple[Split, list[Finding]]:
-    """(the split, what is wrong with it). `read_as`: what its columns are. Raises Refusal."""
+    """Prepare one split. Raises Refusal. `read_as`: in words what its columns are.
+
+    Returns the split, and what is wrong with it.
+    """
     with library_error_as_finding(f"tokenizing the rows of {split}"):
         audits.refuse_broken_tokens(rows, tokenizer, split)
         findings = []
@@ -253,7 +262,7 @@ def prepare_split(
 
 
 def recognised(data: Data, split: Split) -> list[str]:
-    """What the columns are taken for, in words, and what nothing reads."""
+    """Say in words what the columns are taken for, and what nothing reads."""
     lines = [form.description for form in data.forms]
     unread = as_written.unread_by_template(split.rows, data.tokenizer)
     if unread:
@@ -312,7 +321,7 @@ def _folder(data: Data, training_args, ours: RowKeys) -> Path:
 
 
 def data_sha256(rows: Dataset) -> str:
-    """Of the rows themselves, in their order, whatever Arrow's chunks, widths of integers and versions."""
+    """A hash of the rows themselves, in their order, whatever Arrow's chunks, widths of integers and versions."""
     digest = hashlib.sha256()
     for table in audits.tables(rows, sorted(rows.column_names)):
         for name in table.column_names:
@@ -329,9 +338,9 @@ def data_sha256(rows: Dataset) -> str:
 
 
 def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
-    """A text says why they are not known. The hub is not asked. `path`: the recipe's.
+    """The lengths of a recipe's rows for a plan, or a text that says why they are not known. The hub is not asked.
 
-    All as a run has prepared them, where one has; else at most PLANNED_ROWS.
+    All as a run has prepared them, where one has; else at most PLANNED_ROWS. `path`: the recipe's.
     """
     if settings.streams:
         return "the data is a stream"

@@ -22,6 +22,8 @@ from zero_recipes.engine.huggingface import prepare_dataset
 
 @dataclass(frozen=True)
 class Sample:
+    """A prompt that the model answers, with the answer that is wanted."""
+
     prompt: str
     reference: str | None  # the answer wanted; None: only shown, not scored
     templated: bool = False  # by a chat template, which has written the special tokens already
@@ -33,12 +35,15 @@ class Sample:
 
 
 def takes_rows(requested: Any) -> bool:
-    """A number, of rows of the test split."""
+    """Whether `sample_prompts` asks for a number of rows of the test split."""
     return str(requested).isdecimal() and int(requested) > 0
 
 
 def rows_to_ask(requested: Any, evaluation, settings: Settings):
-    """Those of dataset_test_split where the run does not evaluate; None where the data has no such split."""
+    """The rows that sample prompts are taken from: those of dataset_test_split also where the run does not evaluate.
+
+    None where the data has no such split.
+    """
     if evaluation is not None or not takes_rows(requested):
         return evaluation
     try:
@@ -50,9 +55,10 @@ def rows_to_ask(requested: Any, evaluation, settings: Settings):
 def choose_samples(
     requested: Any, eval_rows, dataset_format: str | None, tokenizer: Tokenizer, split: str = "test"
 ) -> list[Sample]:
-    """`requested`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
+    """The samples of a recipe's `sample_prompts`. Raises Refusal.
 
-    `eval_rows`: of dataset_test_split, named `split`; None where the data has none. Raises Refusal.
+    `requested`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
+    `eval_rows`: of dataset_test_split, named `split`; None where the data has none.
     """
     if requested is None or str(requested) == "0":
         return []

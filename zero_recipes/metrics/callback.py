@@ -22,7 +22,10 @@ from zero_recipes.model.trained import parameter_counts
 
 
 def strategy_of(args) -> Strategy:
-    """By accelerate's state. `args`: TrainingArguments."""
+    """The strategy of a Trainer that no recipe describes, as accelerate's state has it.
+
+    `args`: TrainingArguments, made before.
+    """
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState()
@@ -35,14 +38,20 @@ def strategy_of(args) -> Strategy:
 
 
 class StageMetricsCallback(TrainerCallback):
-    """Measures a training run and writes metrics.json into `output_dir` (default: the Trainer's) on rank 0.
+    """Measures a training run and writes metrics.json, which `zero-recipes report` reads (docs/metrics.md).
 
-    Works in any Trainer. Losses and gradient norms come from the log and need logging_steps=1.
+    Works in any Trainer: `Trainer(..., callbacks=[StageMetricsCallback("output")])`.
+    Losses and gradient norms come from the log, and need logging_steps=1.
     ZeroSFTTrainer passes the exact numbers of every micro batch instead.
+    Rank 0 writes the file: when training begins and ends, and after an evaluation behind it.
 
-    `strategy`: None is what accelerate's state says.
-    `ends_with_training`: whether the file is complete then. A recipe run saves, samples and ends it itself.
-    `known`: fields of RunIdentity.
+    Args:
+        output_dir: The folder of metrics.json. Default: the Trainer's output_dir.
+        strategy: How the run is sharded. Default: what accelerate's state says.
+        predicted: What a plan says of the run. It is written beside what was measured.
+        ends_with_training: Whether the file is complete when training ends. A recipe's run, which saves and samples
+            behind it, passes False and calls `write` itself.
+        **known: Fields of schema.RunIdentity, such as `name` or `model`, in place of what the Trainer knows of them.
     """
 
     def __init__(
@@ -65,10 +74,12 @@ class StageMetricsCallback(TrainerCallback):
         self.begin()
 
     def record(self, phase: str) -> None:
+        """Note the bytes that are allocated on a GPU as a phase of the run ends."""
         if torch.cuda.is_available():
             self.phases[phase] = torch.cuda.memory_allocated()
 
     def begin(self) -> None:
+        """Forget all measurements, for a first training or another one of the same Trainer."""
         self.finished = False
         self.clock = PhaseClock()
         self.steps = probe.StepClock("cpu")  # the device's, once training begins
@@ -103,7 +114,12 @@ class StageMetricsCallback(TrainerCallback):
     # called by ZeroSFTTrainer
 
     def load_state_dict(self, carried: dict[str, Any], step: int) -> None:
-        """`carried` by the checkpoint of `step`; empty where another program wrote it."""
+        """Take over the measurements that a checkpoint carries, so that metrics.json tells of the whole run.
+
+        Args:
+            carried: What `history` has returned. Empty where another program wrote the checkpoint.
+            step: The checkpoint's optimizer step.
+        """
         history = probe.History.model_validate(carried)
         self.resumed_at = [*history.resumed_at, step]
         self.first_step = step + 1 if history.first_step is None else history.first_step
@@ -113,7 +129,11 @@ class StageMetricsCallback(TrainerCallback):
         self.evaluations += history.eval_history
 
     def history(self) -> dict[str, Any]:
-        """For `load_state_dict`, as JSON can hold it. Collective."""
+        """What a checkpoint carries of the measurements so far. Collective.
+
+        Returns:
+            A dict that JSON can hold, for `load_state_dict`.
+        """
         return probe.History(
             summary=self._summary(),
             grad_norm_history=self.grad_norms,
@@ -124,10 +144,13 @@ class StageMetricsCallback(TrainerCallback):
         ).model_dump(mode="json")
 
     def count_tokens(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None = None) -> None:
-        """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent.
+        """Add the tokens of one micro batch.
 
-        `repeated`: likewise, the tokens of rows that the epoch had before. Those are counted once.
         The sums stay on the device: reading one would wait for the GPU in every micro batch.
+
+        Args:
+            inputs: input_ids of shape (batch, length). Labels and attention_mask are of the same shape, or absent.
+            repeated: Of the same shape, the tokens of rows that the epoch had before. Those are counted once.
         """
         counted = self.used.counted(inputs, repeated)
         self.has_labels = self.has_labels or "labels" in inputs or "shift_labels" in inputs
@@ -136,7 +159,11 @@ class StageMetricsCallback(TrainerCallback):
             self.tokens_timed = counted if self.tokens_timed is None else self.tokens_timed + counted
 
     def since_last_log(self) -> dict[str, float]:
-        """Of all ranks; with the first of them the plan's figures. Collective (one gather)."""
+        """Speed, memory and communication of all ranks since the last call, for the log. Collective (one gather).
+
+        Returns:
+            {name: number}; in the first call with what the plan says, as "planned_...". Empty where no token counted.
+        """
         if self.tokens is None:
             return {}
         plan = self.predicted
@@ -154,19 +181,24 @@ class StageMetricsCallback(TrainerCallback):
         return logs
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """One micro batch's share of the step's loss (the Trainer has scaled it already)."""
+        """Add one micro batch's share, a scalar, of the step's loss. The Trainer has scaled it already."""
         if len(self.losses) == self.done:
             self.losses.append(loss.float())
         else:
             self.losses[-1] = self.losses[-1] + loss.float()
 
     def add_norm(self, norm: torch.Tensor | float) -> None:
-        """On a GPU it is read with the loss."""
+        """Take the gradient norm of the step at work, a scalar. One on a GPU is read with the loss."""
         whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2's is a DTensor
         self.norm = torch.as_tensor(whole, dtype=torch.float64).detach().reshape(())
 
     def identify(self, args, model: torch.nn.Module) -> None:
-        """TRL has put LoRA's adapter around the model by now."""
+        """Take down who the run is: its strategy, sizes and precision.
+
+        Args:
+            args: TrainingArguments.
+            model: The model that trains, with LoRA's adapter around it if it has one.
+        """
         self.output_dir = self.output_dir or Path(args.output_dir)
         self.strategy = self.strategy or strategy_of(args)
         self.device = args.device.type
@@ -196,6 +228,7 @@ class StageMetricsCallback(TrainerCallback):
     # called by the Trainer
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        """Begin to measure, from the first step that this process takes."""
         if self.finished:  # of an earlier training of the same Trainer
             self.begin()
         if self.identity is None:  # in anybody's Trainer
@@ -230,11 +263,13 @@ class StageMetricsCallback(TrainerCallback):
             self.count_tokens(inputs)
 
     def on_step_begin(self, args, state, control, **kwargs):
+        """Begin a step: what is sent and held in it counts."""
         self.communication.begin_step()
         if self.done == self.probed:  # the second one where there is one: Adam's states exist from it on
             self.probe.attach()
 
     def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        """End a step: its time, losses, tokens and bytes are known."""
         self.steps.close()
         if self.done < max(1, self.warmup):
             self.communication.end_step()
@@ -268,6 +303,7 @@ class StageMetricsCallback(TrainerCallback):
         self.norm = None
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        """Take loss and gradient norm from the log of a Trainer that does not hand them over."""
         if not self.losses and logs and "loss" in logs and args.logging_steps == 1:
             self.logged_losses[state.global_step] = logs["loss"]
             if "grad_norm" in logs:
@@ -275,9 +311,11 @@ class StageMetricsCallback(TrainerCallback):
         self.steps.open()
 
     def on_save(self, args, state, control, **kwargs):
+        """Leave the time of a save out of the next step's."""
         self.steps.open()
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        """Take an evaluation's loss, and leave its time out of the next step's."""
         if metrics and "eval_loss" in metrics:
             self.evaluations.append(schema.Evaluation(step=state.global_step, loss=metrics["eval_loss"]))
         if self.finished and self.ends_with_training:
@@ -285,6 +323,7 @@ class StageMetricsCallback(TrainerCallback):
         self.steps.open()
 
     def on_train_end(self, args, state, control, **kwargs):
+        """End the measurements, and write metrics.json where nothing follows the training."""
         self.end_steps()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.best_step = state.best_global_step
@@ -293,7 +332,7 @@ class StageMetricsCallback(TrainerCallback):
             self.clock.count_outside_as(None)
 
     def end_steps(self) -> None:
-        """The figures are complete then. Collective."""
+        """Complete the figures of the training. Collective."""
         if self.forward_hook is not None:
             self.forward_hook.remove()
         self.summary = self._summary()
@@ -337,17 +376,24 @@ class StageMetricsCallback(TrainerCallback):
         return [self.logged_losses[step] for step in steps] if {*steps} <= self.logged_losses.keys() else None
 
     def states_so_far(self) -> dict[str, int]:
-        """Bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
+        """Model-state bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
         if self.probe is None or any(self.states.values()):
             return self.states
         return self.probe.read()
 
     def losses_so_far(self) -> list[float]:
-        """Of the whole run, without a collective."""
+        """The losses of all steps of the run so far, known without a collective."""
         return [*(self.earlier.loss_history or []), *self.step_losses]
 
     def write(self, status: schema.Status = "ok", error: str | None = None) -> None:
-        """On rank 0: complete after `end_steps`, before it with null for what was not measured."""
+        """Write metrics.json. Only rank 0 does.
+
+        It is complete after `end_steps`. Before that, what was not measured is null.
+
+        Args:
+            status: How the run has ended, or "running".
+            error: Why it has ended; of a running one, what is known of its save.
+        """
         if rank():
             return
         if not self.finished:

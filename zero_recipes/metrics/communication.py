@@ -51,12 +51,17 @@ class CountCollectives(TorchDispatchMode):
 
 
 class Step(NamedTuple):
+    """Bytes that one optimizer step has sent, by collective."""
+
     everywhere: Bytes
     between_nodes: Bytes  # the part of it that went between machines
 
 
 class CommunicationCounter:
-    """DeepSpeed's at its backend, DDP's by its gradients, FSDP2's as they pass."""
+    """Counts the bytes that each optimizer step sends.
+
+    DeepSpeed's at its backend, DDP's by its gradients, FSDP2's as they pass.
+    """
 
     def __init__(self, engine: torch.nn.Module, strategy: Strategy):
         """`engine`: what wraps the model; of DDP and DeepSpeed the model itself will do."""
@@ -68,6 +73,7 @@ class CommunicationCounter:
         self.passing = CountCollectives() if isinstance(engine, FSDPModule) else None
 
     def start(self) -> None:
+        """Begin to count: DeepSpeed's methods are replaced, FSDP2's operators watched."""
         if self.strategy.is_deepspeed:
             backend = communication_backend()
             for name in COLLECTIVES:
@@ -76,12 +82,13 @@ class CommunicationCounter:
             self.passing.__enter__()  # no `with` block can span what is counted
 
     def begin_step(self) -> None:
-        """What was sent since the last one, by an evaluation or a save, counts in none."""
+        """Begin a step: what an evaluation or a save has sent since the last one counts in none."""
         self.now = Step(Counter(), Counter())
         if self.passing is not None:
             self.passing.bytes.clear()
 
     def end_step(self) -> None:
+        """Keep what was sent since `begin_step` as one step's."""
         everyone = list(range(self.strategy.world_size))
         if self.passing is not None:
             for collective, size in self.passing.bytes.items():
@@ -94,6 +101,7 @@ class CommunicationCounter:
         self.begin_step()
 
     def stop(self) -> None:
+        """End what `start` began. The counted steps stay."""
         if self.strategy.is_deepspeed:
             backend = communication_backend()
             for name in COLLECTIVES:

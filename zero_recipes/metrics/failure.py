@@ -27,7 +27,7 @@ ECHOES = package_yaml("zero_recipes.engine", "tables.yaml")["echoes"]
 
 
 class RankFailure(schema.Part):
-    """One failure.rankN.json."""
+    """The content of one failure.rankN.json: how one rank has failed."""
 
     rank: int  # that wrote it
     status: Literal["oom", "diverged", "failed"]
@@ -40,7 +40,7 @@ class RankFailure(schema.Part):
 
 
 def not_begun(name: str, strategy: str, **known: Any) -> schema.Metrics:
-    """The row of a run that has not come to its first step. `known`: other fields."""
+    """The row of metrics.json of a run that has not come to its first step. `known`: other fields."""
     return schema.Metrics(schema=schema.SCHEMA, status="running", name=name, strategy=strategy, **known)
 
 
@@ -90,7 +90,10 @@ def is_echo(error: BaseException | None) -> bool:
 def write_failure(
     output_dir: Path, phase: str, error: BaseException, states: dict[str, int], save_status: str | None = None
 ) -> RankFailure:
-    """Write and return failure.rankN.json. `states`: this rank's model-state bytes; `save_status`: of the model."""
+    """Write failure.rankN.json, and return what it says.
+
+    `states`: this rank's model-state bytes, by part. `save_status`: what is known of the model's save.
+    """
     import torch
 
     memory = {what: size for what, size in states.items() if size}
@@ -123,8 +126,11 @@ def write_failure(
 
 
 def cause_of(output_dir: Path) -> RankFailure | None:
-    """The failure that came first: out of memory before others, and what a dead rank makes its peers say after all.
-    Raises ContractError where a failure.rankN.json is damaged."""
+    """The rank failure that ended the run, or None where no rank has left any.
+
+    Out of memory comes before others, and what a dead rank makes its peers say comes last.
+    Raises ContractError where a failure.rankN.json is damaged.
+    """
     paths = sorted(output_dir.glob("failure.rank*.json"))
     found = [schema.read_part(RankFailure, path) for path in paths]
 
@@ -156,8 +162,11 @@ def keep_failure(output_dir: Path, own: RankFailure, losses: list[float], begun:
 
 
 def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> schema.Metrics:
-    """The row of a run that left none or left it unfinished. `exit_code` is the launcher's; `log` its output. A killed
-    rank writes no file: then its signal is the cause. Raises ContractError where a file of the run is damaged."""
+    """The row of metrics.json of a run that left none, or left it unfinished.
+
+    `exit_code`: the launcher's; `log`: its output. A killed rank writes no file: then its signal is the cause.
+    Raises ContractError where a file of the run is damaged.
+    """
     path = output_dir / schema.FILE
     row = schema.Metrics.read(path) if path.is_file() else not_begun(strategy, strategy)
     if row.status == "preempted":

@@ -22,13 +22,15 @@ WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 
 @dataclass(frozen=True)
 class ModelFlops:
+    """What decides a model's FLOPs: weights that multiply each token, and widths of its attention."""
+
     weights: float  # that multiply one token
     trained: float  # of them, those that get a gradient
     # {how far a token looks back in some layers, None without a limit: the sum of their widths, H·(Q + V)}
     attention: dict[int | None, int]
 
     def of_step(self, tokens: float, squares: Iterable[float], again: float = 0, attention_again: float = 0) -> float:
-        """FLOPs of forward and backward.
+        """FLOPs of forward and backward passes over some rows.
 
         `tokens`: without padding; `squares`: over all rows, by `attention`'s keys.
         `again`, `attention_again`: forward passes of products and of attention that are computed besides.
@@ -52,7 +54,11 @@ def squares(length: float, window: int | None) -> float:
 def model_flops(
     model: "torch.nn.Module", shape_of: Callable[[Any], Iterable[int]] = lambda weight: weight.shape
 ) -> ModelFlops:
-    """Of a model on whichever device. `shape_of`: a weight's whole shape, where it is partitioned."""
+    """The ModelFlops of a model, on whichever device.
+
+    `shape_of`: gives a weight's whole shape, where it is partitioned.
+    Raises AttributeError, TypeError or ZeroDivisionError where the model's config does not say how wide attention is.
+    """
     import torch  # a plan need not wait for it
 
     config = model.config.get_text_config()
@@ -77,7 +83,7 @@ def model_flops(
 
 
 def active_experts(config) -> tuple[int, int]:
-    """(experts of a layer, those of them that a token goes to); (0, 0) of a dense model."""
+    """How many experts a layer has, and to how many of them a token goes; (0, 0) of a dense model."""
     experts = _first_of(config, EXPERTS)
     active = _first_of(config, ACTIVE)
     return (experts, active) if experts and active else (0, 0)

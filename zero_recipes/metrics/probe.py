@@ -21,7 +21,9 @@ MOST_WARMUP_STEPS = 5
 
 
 class StateProbe:
-    """Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
+    """Measures the largest model states within one optimizer step, in bytes by part.
+
+    Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
     optimizer (DeepSpeed makes fp32 copies there).
 
     `optimizer`: as accelerate has wrapped it; `record` is called as each phase ends.
@@ -38,6 +40,7 @@ class StateProbe:
         self.hooks: list = []
 
     def attach(self) -> None:
+        """Look at the states in each phase from now on."""
         for p in self.parameters:
             if p.requires_grad:
                 self.hooks.append(p.register_post_accumulate_grad_hook(self._after_gradient))
@@ -45,7 +48,7 @@ class StateProbe:
         self.hooks.append(base_optimizer(self.states_of).register_step_pre_hook(self._before_optimizer))
 
     def detach(self) -> dict[str, int]:
-        """The largest bytes of each part within the step."""
+        """Look no more. Returns the largest bytes of each part within the step."""
         self.read()
         self.record("step")
         for hook in self.hooks:
@@ -54,7 +57,7 @@ class StateProbe:
         return self.largest
 
     def read(self) -> dict[str, int]:
-        """The largest bytes of each part so far."""
+        """Look at the states now. Returns the largest bytes of each part so far."""
         now = state_bytes(self.model, self.parameters, self.states_of, *self.offload)
         now["offloaded_disk"] = swapped_bytes(self.strategy)
         self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
@@ -73,7 +76,7 @@ class StateProbe:
 
 
 class StepClock:
-    """Durations of optimizer steps with data loading, without logs, evaluation and checkpoints between them.
+    """Times optimizer steps with their data loading, without logs, evaluation and checkpoints between them.
 
     By events on CUDA: no step waits for the device.
     """
@@ -84,15 +87,16 @@ class StepClock:
         self.steps: list[tuple] = []
 
     def open(self) -> None:
-        """Called again, it moves the beginning of the next step."""
+        """Begin a step. Called again, it moves the beginning of the next step."""
         self.start_mark = self._mark()
 
     def close(self) -> None:
+        """End a step, and begin the next."""
         self.steps.append((self.start_mark, self._mark()))
         self.open()
 
     def seconds(self, first: int = 0) -> list[float]:
-        """Of each closed step, from the `first` on."""
+        """The seconds of each closed step, from the `first` on."""
         if self.on_cuda:
             torch.cuda.synchronize()
             return [start.elapsed_time(end) / 1000 for start, end in self.steps[first:]]
@@ -107,11 +111,16 @@ class StepClock:
 
 
 def steps_not_timed(total: int) -> int:
-    """The first step compiles and allocates, the probe of the memory slows down the second."""
+    """How many of a run's first steps are not timed.
+
+    The first step compiles and allocates, the probe of the memory slows down the second.
+    """
     return min(total, max(2, min(MOST_WARMUP_STEPS, total // 2)))
 
 
 class UsedFlops:
+    """Counts tokens and the model FLOPs that a run's steps use, and gives speed and MFU."""
+
     def __init__(self, identity: schema.RunIdentity):
         precision = identity.precision
         if precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
@@ -122,15 +131,19 @@ class UsedFlops:
         self.logged_steps = 0
 
     def count(self, model: torch.nn.Module) -> None:
-        """`model`: with its adapter. Not counted where its config does not say how wide attention is."""
+        """Learn what the model's FLOPs are. `model`: with its adapter.
+
+        Where its config does not say how wide attention is, nothing is counted, and a line says so.
+        """
         try:
             self.model = model_flops(model, whole_shape)
         except (AttributeError, TypeError, ZeroDivisionError) as error:  # a config of the model's own making
             say(f"model FLOPs   not counted, no MFU: {error}")
 
     def counted(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None) -> torch.Tensor:
-        """All tokens of a micro batch, those without padding, those with a loss, then `squares`; on its device.
+        """What is counted of a micro batch, of shape (3 + windows,), on its device.
 
+        All tokens, those without padding, those with a loss, then `squares`.
         `repeated`: the places of rows that fill up the last batch, which do not count.
         """
         ids = inputs["input_ids"]
@@ -146,7 +159,7 @@ class UsedFlops:
         return torch.stack([counts.sum(), non_padding.sum(), (supervised != -100).sum(), *squares])
 
     def squares(self, inputs: dict[str, torch.Tensor], non_padding: torch.Tensor) -> list[torch.Tensor]:
-        """metrics/flops.py `squares`, summed over the rows of a micro batch, for each window; on its device.
+        """Attention's squares (metrics/flops.py `squares`) over the rows of a micro batch, by window; on its device.
 
         Rows joined in one line (packed or padding-free), or in several processes (Ulysses), are told apart by
         position_ids: n odd numbers add up to n².
@@ -169,14 +182,14 @@ class UsedFlops:
         return found
 
     def of(self, counted: torch.Tensor | None) -> float:
-        """Their FLOPs; 0 where the model's are not known."""
+        """The FLOPs of counted tokens; 0 where the model's are not known."""
         if self.model is None or counted is None:
             return 0.0
         _, tokens, _, *squares = counted.tolist()
         return self.model.of_step(tokens, squares)
 
     def since_last_log(self, counted: torch.Tensor, steps: StepClock, world_size: int) -> dict[str, float]:
-        """`counted`: by all ranks since the last log."""
+        """Speed and MFU since the last log. `counted`: by all ranks since then."""
         seconds = sum(steps.seconds(self.logged_steps))
         tokens = int(counted[1])
         self.logged_steps = len(steps.steps)
@@ -203,7 +216,10 @@ def _holds_token(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def utilisation(flops: float, tokens: int, seconds: float, ranks: int, peak: float | None) -> dict[str, float | None]:
-    """`flops`, `tokens` (without padding): of all ranks in `seconds`; `peak`: of one."""
+    """FLOPs for each token, FLOP/s of each rank and MFU; empty where one of the first three arguments is 0.
+
+    `flops`, `tokens` (without padding): of all ranks in `seconds`; `peak`: FLOP/s of one, None where unknown.
+    """
     if not flops or not tokens or not seconds:
         return {}
     each = flops / seconds / ranks
@@ -219,6 +235,8 @@ def utilisation(flops: float, tokens: int, seconds: float, ranks: int, peak: flo
 
 @dataclass(frozen=True)
 class RankFigures:
+    """What one rank has measured of its steps, for `summarise`."""
+
     peak: schema.PeakMemory
     states: schema.ModelStateBytes
     losses: list[float] | None  # one per optimizer step of this process; None where they are not known
@@ -228,7 +246,7 @@ class RankFigures:
 
 
 class History(schema.Part):
-    """What a checkpoint carries; all of it may be missing."""
+    """What a checkpoint carries of a run's measurements; all of it may be missing."""
 
     summary: schema.Measurements = schema.Measurements()
     grad_norm_history: list[schema.Number] = Field([])
@@ -241,7 +259,7 @@ class History(schema.Part):
 def summarise(
     ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: int, peak_flops: float | None = None, **more: Any
 ) -> schema.Measurements:
-    """Over at least one step.
+    """Measurements of all ranks over at least one step, as one.
 
     `seconds`: of each step; `warmup`: how many are not timed. Where none is timed, times and rates are null.
     `peak_flops`: FLOP/s of a card; `more`: fields of Measurements that rank 0 alone knows.
@@ -281,14 +299,17 @@ def _mean_losses(losses: Sequence[list[float] | None]) -> list[float] | None:
 
 
 def percentile_90(seconds: Sequence[float]) -> float | None:
-    """None without steps; "inclusive": the slowest is the 100th percentile."""
+    """The seconds that nine of ten steps do not exceed; None without steps.
+
+    "inclusive": the slowest is the 100th percentile.
+    """
     if len(seconds) < 2:
         return max(seconds, default=None)
     return statistics.quantiles(seconds, n=10, method="inclusive")[-1]
 
 
 def continued(earlier: schema.Measurements, now: schema.Measurements) -> schema.Measurements:
-    """Losses and tokens of the whole run, everything else of the last process."""
+    """Measurements of a resumed run: losses and tokens of all of it, everything else of the last process."""
     if earlier.tokens is None:
         return now
     more = {

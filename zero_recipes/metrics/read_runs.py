@@ -14,7 +14,10 @@ SWEEP_FILE = "sweep.json"
 
 
 class SampleRow(schema.Part):
-    """Of samples.jsonl. In that of `zero-recipes ask`, before is the base and after the model."""
+    """A line of samples.jsonl: a prompt, and the answers before and after training with their scores.
+
+    In the file of `zero-recipes ask`, before is the base and after the model.
+    """
 
     prompt: str  # as the model got it, the template included
     before: str | None = None  # None where the base gave no answer
@@ -27,7 +30,10 @@ class SampleRow(schema.Part):
 
 
 def mean_scores(samples: Sequence[SampleRow]) -> dict[str, tuple[float | None, float, int]]:
-    """{metric: (mean before, mean after, rows)}, of the rows scored both times; before is None without a base."""
+    """The means of each score before and after training: {metric: (mean before, mean after, rows)}.
+
+    Of the rows that are scored both times. The mean before is None without a base.
+    """
     has_base = any(sample.before is not None for sample in samples)
     scored: dict[str, list] = {}
     for sample in samples:
@@ -45,7 +51,7 @@ def mean_scores(samples: Sequence[SampleRow]) -> dict[str, tuple[float | None, f
 
 
 def metric_errors(samples: Sequence[SampleRow]) -> dict[str, tuple[str, int]]:
-    """{metric: (the first error that it raised, rows of which it raised any)}."""
+    """What metrics have failed of: {metric: (the first error that it raised, rows of which it raised any)}."""
     failed: dict[str, tuple[str, int]] = {}
     for sample in samples:
         for name, error in sample.errors.items():
@@ -61,42 +67,46 @@ def question(prompt: str) -> str:
 
 
 def short(text: str | None, most: int = 220) -> str:
-    """Its end."""
+    """The end of a text, of at most so many characters and a mark of what is left out."""
     text = text or ""
     return text if len(text) <= most else "... " + text[-most:]
 
 
 class MeasuredRun(schema.Metrics):
+    """One run that was read from its folder: metrics.json, its samples, and what a sweep set in it."""
+
     folder: Path = Path()
     samples: list[SampleRow] = Field([])
     swept: dict[str, Any] | None = None  # what a sweep set in it, by key; None unless a sweep.json says so
 
     @property
     def compared(self) -> bool:
-        """Whether its folder carries the strategy's name."""
+        """Whether the run is one of several strategies that are compared: its folder carries the strategy's name."""
         return self.folder.name == self.strategy
 
     @property
     def label(self) -> str:
-        """Its name in plots and tables."""
+        """The run's name in plots and tables."""
         return self.strategy if self.compared else self.folder.name
 
 
 class SweptRun(schema.Part):
+    """One run of a sweep, as sweep.json has it."""
+
     folder: str  # its name, below the sweep's
     strategy: str  # the accelerate file that it was launched with, without .yaml
     values: dict[str, Any]  # by key, in the order of the command line: what the sweep set
 
 
 class SweepFile(schema.Part):
-    """In the order in which they were to run."""
+    """The content of sweep.json: the runs of a sweep, in the order in which they were to run."""
 
     schema_version: Literal[1] = Field(alias="schema")
     runs: list[SweptRun]  # those of earlier sweeps into the same folder among them
 
 
 def draw_losses(axes: Any, run: schema.Metrics) -> None:
-    """`axes`: matplotlib's."""
+    """Draw a run's losses, of training and of evaluations, into `axes` of matplotlib."""
     marker = "." if len(run.losses) < 20 else ""
     axes.plot([*run.losses], [*run.losses.values()], color="#33608c", lw=1.2, marker=marker, label="training")
     evaluated = {entry.step: entry.loss for entry in run.eval_history or []}
@@ -108,7 +118,7 @@ def draw_losses(axes: Any, run: schema.Metrics) -> None:
 
 
 def read_runs(folder: Path) -> list[MeasuredRun]:
-    """In `folder` and one level below, without what `--overwrite true` has kept.
+    """The runs in `folder` and one level below, without what `--overwrite true` has kept.
 
     ddp and zero0 to zero3 first, then the others by name, at last those of a sweep of values in its order.
     Raises ContractError, also where there is none.
@@ -137,7 +147,7 @@ def read_runs(folder: Path) -> list[MeasuredRun]:
 
 
 def read_samples(file: Path) -> list[SampleRow]:
-    """None of an absent file: no prompts were sampled."""
+    """The rows of a samples.jsonl; none where there is no such file. Raises ContractError, which names the line."""
     if not file.exists():
         return []
     rows = []
@@ -147,6 +157,7 @@ def read_samples(file: Path) -> list[SampleRow]:
 
 
 def read_sweep_file(folder: Path) -> SweepFile:
+    """The sweep.json of a folder; one without runs where there is none. Raises ContractError."""
     path = folder / SWEEP_FILE
     if path.exists():
         return schema.read_part(SweepFile, path)
@@ -154,7 +165,7 @@ def read_sweep_file(folder: Path) -> SweepFile:
 
 
 def add_to_sweep_file(folder: Path, added: list[SweptRun]) -> None:
-    """A run in the folder of an earlier one takes its place. Raises ContractError."""
+    """Add runs to a folder's sweep.json. One in an earlier run's folder takes its place. Raises ContractError."""
     runs = {run.folder: run for run in read_sweep_file(folder).runs + added}
     document = SweepFile(schema=1, runs=list(runs.values()))
     write_text(folder / SWEEP_FILE, document.model_dump_json(by_alias=True, indent=2) + "\n")

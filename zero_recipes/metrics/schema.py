@@ -29,7 +29,7 @@ Number = Annotated[
 
 
 class Part(BaseModel):
-    """A part of the file. Unknown keys are ignored, because a later version may have added them."""
+    """The base of all models of metrics.json. Unknown keys are ignored, because a later version may have added them."""
 
     model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
 
@@ -74,7 +74,7 @@ class StepSeconds(Part):
 
 
 class Evaluation(Part):
-    """One evaluation."""
+    """The loss of one evaluation."""
 
     step: int
     loss: Number
@@ -128,7 +128,7 @@ class PredictedMetrics(Part):
 
     @property
     def state_bytes(self) -> int | None:
-        """Of the planned model states on the device that trains."""
+        """Bytes of the planned model states on the device that trains; None where unknown."""
         return (self.model_state_bytes and self.model_state_bytes.total) or None
 
 
@@ -136,7 +136,10 @@ EngineOnly = Field(None, exclude_if=lambda value: value is None)  # JSON leaves 
 
 
 class Prediction(BaseModel):
-    """What one job needs, of the rank that needs most (0 or world_size - 1). `model_dump()` is its JSON."""
+    """What a plan says that one job needs, of the rank that needs most (0 or world_size - 1).
+
+    `model_dump()` is its JSON.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
 
@@ -171,17 +174,17 @@ class Prediction(BaseModel):
 
     @property
     def for_metrics(self) -> PredictedMetrics:
-        """The part that metrics.json carries."""
+        """The part of the prediction that metrics.json carries."""
         carried = {name: getattr(self, name) for name in PredictedMetrics.model_fields if hasattr(self, name)}
         return PredictedMetrics(**carried, peak_memory_bytes=self.allocated_peak_bytes)
 
 
 class ContractError(ValueError):
-    """A file does not match the schema. The message names the file and the key."""
+    """Raised where a file does not match the schema. The message names the file and the key."""
 
 
 class RunStatus(Part):
-    """How a run ended."""
+    """How a run ended, or that it has not."""
 
     schema_version: Literal[1, 2] = Field(alias="schema")
     status: Status
@@ -237,7 +240,7 @@ class Measurements(Part):
 
 
 class Metrics(Measurements, RunIdentity, RunStatus):
-    """One metrics.json. Fields that were never set are not written."""
+    """The content of one metrics.json. Fields that were never set are not written."""
 
     memory_phases: dict[str, int | None] | None = None
     phase_seconds: dict[str, float | None] | None = None
@@ -255,7 +258,10 @@ class Metrics(Measurements, RunIdentity, RunStatus):
 
     @property
     def losses(self) -> dict[int, float]:
-        """{optimizer step: loss}. A resumed run whose checkpoint carried no history begins at `first_step`."""
+        """The run's losses by optimizer step.
+
+        Those of a resumed run whose checkpoint carried no history begin at `first_step`.
+        """
         return dict(enumerate(self.loss_history or [], self.first_step))
 
     @property
@@ -276,11 +282,11 @@ class Metrics(Measurements, RunIdentity, RunStatus):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The file at `path`. Raises ContractError, which names the file and the key."""
+        """Read the file at `path`. Raises ContractError, which names the file and the key."""
         return read_part(cls, path)
 
     def write(self, path: Path) -> None:
-        """Write strict JSON atomically."""
+        """Write the file at `path` as strict JSON, atomically."""
         write_text(path, self.model_dump_json(by_alias=True, exclude_unset=True, indent=2) + "\n")
 
 
@@ -288,7 +294,7 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 
 
 def read_part(model: type[AnyPart], path: Path) -> AnyPart:
-    """The JSON of a file as a model. Raises ContractError, which names the file and the first key that does not fit."""
+    """Read the JSON of a file as a model. Raises ContractError, which names the file and the first wrong key."""
     try:
         return parse_part(model, path.read_bytes(), str(path))
     except OSError as error:
@@ -296,7 +302,7 @@ def read_part(model: type[AnyPart], path: Path) -> AnyPart:
 
 
 def parse_part(model: type[AnyPart], text: bytes, where: str) -> AnyPart:
-    """JSON as a model. Raises ContractError, which names `where` and the first key that does not fit."""
+    """Read JSON as a model. Raises ContractError, which names `where` and the first wrong key."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:

@@ -18,14 +18,14 @@ EMPTY = {"an empty answer": ("", "word"), "an empty reference": ("word", "")}
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of the evaluate library."""
+    """A metric of the evaluate library, loaded."""
 
     name: str  # in `sample_metrics`
     module: Any
     keys: tuple[str, ...] = ()  # of its scores
 
     def scores(self, answer: str, reference: str) -> dict[str, float]:
-        """Raises what the metric's code raises, which may be anything."""
+        """The numbers that the metric gives for one answer. Raises what its code raises, which may be anything."""
         label = Path(self.name).stem
         scores = {}
         for key, value in self.module.compute(predictions=[answer], references=[reference]).items():
@@ -35,7 +35,7 @@ class Metric:
 
 
 def load_metrics(settings: Settings) -> dict[str, Metric | None]:
-    """{name in `sample_metrics`: the metric, None for our own}. Raises Refusal for one that cannot be had.
+    """Load the recipe's `sample_metrics`: {name: the metric, None for our own}. Raises Refusal for a missing one.
 
     A name without an owner is Hugging Face's. The code of others is not run unless it is trusted.
     """
@@ -60,7 +60,7 @@ def load_metrics(settings: Settings) -> dict[str, Metric | None]:
 
 
 def metric_findings(metrics: Mapping[str, Metric | None]) -> Iterator[Finding]:
-    """Each metric is tried where there is nothing to compare."""
+    """Try each metric on an empty answer and an empty reference, and warn of those that fail there."""
     for case, (answer, reference) in EMPTY.items():
         _, errors = scores_of(metrics, answer, reference, None)
         for name, error in errors.items():
@@ -68,14 +68,17 @@ def metric_findings(metrics: Mapping[str, Metric | None]) -> Iterator[Finding]:
 
 
 def metric_finding(name: str, error: str, case: str) -> Finding:
+    """The warning that a metric fails. `case`: for which answers."""
     return finding("ZR177", name=name, error=error, case=case)
 
 
 def scores_of(
     metrics: Mapping[str, Metric | None], answer: str, reference: str, loss: float | None
 ) -> tuple[dict[str, float | None], dict[str, str]]:
-    """(by score, None where it is not finite or its metric fails; by metric what it raised). Nothing is raised here:
-    the answers cost a whole training. `loss`: of the reference's tokens.
+    """Score one answer by all metrics. Nothing is raised here: the answers cost a whole training.
+
+    `loss`: of the reference's tokens.
+    Returns (number by score, None where it is not finite or its metric fails; by metric what it raised).
 
     exact_match: but for white space at both ends. token_f1: of bags of words, as SQuAD's but case sensitive.
     """
