@@ -179,7 +179,7 @@ class Import(Verb):
 
     @staticmethod
     def run(arguments: Namespace) -> int:
-        from zero_recipes.tools.import_config import import_
+        from zero_recipes.tools.imports.command import import_
 
         return import_(arguments)
 
