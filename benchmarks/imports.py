@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from zero_recipes.core.findings import Refusal
-from zero_recipes.tools.import_config import translated
+from zero_recipes.tools.imports.command import translated
 
 # where the examples are, words of those that are counted, and what a file has that is no supervised training on text:
 # preferences, rewards, images, sound, streams, classification, embeddings

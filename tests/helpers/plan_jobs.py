@@ -30,7 +30,7 @@ def every_strategy() -> dict:
 
 def strategies() -> dict:
     """The stages and CPU offload."""
-    return {name: every_strategy()[name] for name in plan_job.words()["usual"]}
+    return {name: every_strategy()[name] for name in plan_job.USUAL}
 
 
 def job(strategy: str, ranks: int = 2, name: str = "pythia", gpus_per_node: int = 8, **values) -> Job:

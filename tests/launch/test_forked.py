@@ -26,6 +26,7 @@ from zero_recipes.config.accelerate import ONE_MACHINE, environments_of_ranks
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import RANK_0
 from zero_recipes.tools.rehearse import forked, launches, phases
+from zero_recipes.tools.rehearse.words import EVERY_LAUNCH
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(900)]
 
@@ -34,7 +35,7 @@ OF_THE_AGENT = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE", "MAST
 
 
 def rehearsal_of(folder: Path, strategy: str = "zero2", **keys) -> phases.Rehearsal:
-    words = [*phases.DATA["every_launch"].split(), "--eval_strategy", "no", "--warmup_steps", "0"]
+    words = [*EVERY_LAUNCH.split(), "--eval_strategy", "no", "--warmup_steps", "0"]
     recipe = write_recipe(folder, **keys)
     return phases.Rehearsal(recipe, settings_with(), 2, words, Path(f"accelerate_configs/{strategy}.yaml"), 2, None)
 

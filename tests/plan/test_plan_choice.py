@@ -11,7 +11,7 @@ from zero_recipes.tools.plan import choose
 from zero_recipes.tools.plan import job as plan_job
 from zero_recipes.tools.plan.choose import COST_ORDER, ORDER, largest, limits_of, recommend, smallest_change
 from zero_recipes.tools.plan.formulas import predict_by_formulas
-from zero_recipes.tools.plan.job import Job, PlanRequest, words
+from zero_recipes.tools.plan.job import ALL, Job, PlanRequest
 from zero_recipes.tools.plan.predict import fit_of
 from zero_recipes.tools.plan.show import difference
 
@@ -76,7 +76,7 @@ def test_each_rule_chooses_its_strategy(wanted):
 
 
 def test_the_rules_have_every_strategy_once():
-    assert sorted(ORDER) == sorted(set(words()["all"]) - OTHERWISE) and set(CHOICES) >= set(ORDER)
+    assert sorted(ORDER) == sorted(set(ALL) - OTHERWISE) and set(CHOICES) >= set(ORDER)
 
 
 def test_where_nothing_fits_the_change_of_all_rows_that_costs_least_is_recommended():

@@ -22,7 +22,7 @@ from zero_recipes.tools import main as cli
 from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.plan import command, shape
 from zero_recipes.tools.plan.formulas import predict_by_formulas
-from zero_recipes.tools.plan.job import model_config, read_recipe, read_strategies, words
+from zero_recipes.tools.plan.job import ALL, model_config, read_recipe, read_strategies
 from zero_recipes.tools.plan.predict import Predictor
 from zero_recipes.tools.plan.simulator import parent as simulation
 
@@ -303,7 +303,7 @@ def test_all_strategies_are_planned_or_named_with_the_reason(capsys, options, st
         assert ("--nvme_path FOLDER" in found["recommendation"]["command"]) == (strategy == "zero3_infinity")
     names = {row["job"]["strategy"] for row in found["rows"]}
     (not_planned,) = found["not_planned"].values()
-    assert names | set(not_planned) == set(words()["all"]) == set(config_files()) - {"multi_node"}
+    assert names | set(not_planned) == set(ALL) == set(config_files()) - {"multi_node"}
     assert not names & set(not_planned)
     assert all(part in not_planned[name] for name, part in reasons.items())
 

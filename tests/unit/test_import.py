@@ -22,7 +22,9 @@ from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows
 from zero_recipes.tools import main as cli
-from zero_recipes.tools.import_config import REMARKS, table, translated
+from zero_recipes.tools.imports.command import translated
+from zero_recipes.tools.imports.draft import REMARKS
+from zero_recipes.tools.imports.models import table
 
 TURNS = [("Say 1.", "Word 1."), ("Name a fish.", "The red fish hums.")]
 SHAREGPT = {

@@ -14,7 +14,7 @@ from tests.helpers.report_runs import GPU, LOSSES, MIB, SPEED, metrics, on_cpu, 
 from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.schema import ContractError, Metrics
 from zero_recipes.tools import main as cli
-from zero_recipes.tools.report import read
+from zero_recipes.tools.report import read, tables
 from zero_recipes.tools.report.judge import bottom_line, judge_runs
 from zero_recipes.tools.report.page import write_report
 from zero_recipes.training.card import write_card
@@ -77,7 +77,7 @@ def test_whatever_is_not_known_of_a_run_there_is_a_report(tmp_path):
     for number, key in product(range(len(runs)), optional):
         unknown = runs[number].model_copy(update={key: Metrics.model_fields[key].default})
         changed = [*runs[:number], unknown, *runs[number + 1 :]]
-        assert judge_runs(changed) and read.tables(changed)
+        assert judge_runs(changed) and tables.tables_of(changed)
     written(tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_the_largest_rank_and_the_fullest_accelerator_are_shown(tmp_path):
     (row,) = read.table_rows(read_runs(tmp_path))
     assert (row["state_bytes"], row["host_bytes"], row["disk_bytes"]) == (33, 7, 1)
     assert (row["peak_allocated_bytes"], row["resident_bytes"], row["textbook_bytes"]) == (8, 90, None)
-    headers = [column.header for column in read.runs_table(read_runs(tmp_path)).memory]
+    headers = [column.header for column in tables.runs_table(read_runs(tmp_path)).memory]
     assert any("Peak" in header for header in headers) and not any("Resident" in header for header in headers)
 
 

@@ -20,7 +20,7 @@ from zero_recipes.metrics.schema import Metrics
 from zero_recipes.tools import main as cli
 from zero_recipes.tools import sweep, tune
 from zero_recipes.tools.plan.job import read_recipe
-from zero_recipes.tools.report import read
+from zero_recipes.tools.report import tables
 from zero_recipes.tools.sweep import SweepRun, parse_sets, runs_of
 
 CONFIGS = {name: ROOT / "accelerate_configs" / f"{name}.yaml" for name in ("zero2", "zero3")}
@@ -180,7 +180,7 @@ def test_the_table_begins_with_the_values_and_ends_with_why(tmp_path):
         save(tmp_path / str(bucket), metrics("zero2") | changes)
         listed.append(SweptRun(folder=str(bucket), strategy="zero2", values={BUCKET: bucket, "seed": 1}))
     add_to_sweep_file(tmp_path, listed)
-    _, named, measured, _, chosen = read.sweep_table(read_runs(tmp_path))
+    _, named, measured, _, chosen = tables.sweep_table(read_runs(tmp_path))
     assert [column.header for column in named] == [BUCKET, "seed"]
     assert [column.cell(chosen[0]) for column in named] == ["500,000", "1"]
     assert [column.cell(chosen[-1]) for column in measured][-2:] == ["refused", "ZR211 a bucket"]

@@ -19,7 +19,7 @@ import transformers
 
 from zero_recipes.checkpoint.save import add_records, compare_with_class, write_checksums
 from zero_recipes.config.command_line import named_on
-from zero_recipes.core.findings import RunFailed, ending, finding, refusal
+from zero_recipes.core.findings import RunFailed, finding, refusal
 from zero_recipes.core.folder_lock import LOCK, held
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
@@ -46,7 +46,10 @@ class NotExported(RunFailed):
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Raises Refusal before anything is written."""
+    """Write a run's model for other programs, and compare its answers. Returns the exit code.
+
+    Raises Refusal before anything is written, and NotExported where what was written is not the run's model.
+    """
     transformers.utils.logging.disable_progress_bar()
     target = ask.find_target(arguments.model, arguments.base, arguments.overrides, arguments.trust_remote_code)
     # "." and ".." have no name of their own
@@ -112,7 +115,7 @@ def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:
     bound = BOUND if merged.dtype == torch.float32 else BOUND_OF_16_BITS
     print(f"merged: logits differ by {gap:.1e} of the largest logit (limit {bound:g})", flush=True)
     if not gap <= bound:  # nor NaN
-        raise NotExported(ending("merged", folder=target.folder, gap=gap))
+        raise NotExported(f"Merging {target.folder} changed the model: logits differ by {gap:.1e} of the largest.")
     return merged
 
 
@@ -141,7 +144,8 @@ def _compare_losses(
     if target.is_quantized and merge_into == BASE:
         print(finding("ZR908", loss=loss, expected=expected, model=target.folder), file=sys.stderr, flush=True)
     else:
-        raise NotExported(ending("other_loss", folder=out, loss=loss, expected=expected))
+        losses_differ = f"its loss is {loss:.4f}, and that of the run's model {expected:.4f}"
+        raise NotExported(f"{out} is not to be used: {losses_differ}.")
 
 
 def _agree_on_the_end(model: Any, tokenizer: Any, target: ask.Target) -> None:
@@ -186,13 +190,13 @@ def _convert(llama_cpp: Path, kind: str, out: Path) -> Path:
     done = subprocess.run(command, env=own, text=True, capture_output=True)
     if done.returncode:
         last_line = (done.stderr.strip() or "nothing").splitlines()[-1]
-        raise NotExported(ending("converter", converter=CONVERTER, error=last_line))
+        raise NotExported(f"llama.cpp's {CONVERTER} failed: {last_line}. Files written before are complete.")
     print(f"written: {file}, {file.stat().st_size:,} bytes", flush=True)
     return file
 
 
 def answers_of(out: Path, tokenizer: Any, prompts: list[str]) -> dict[str, list[int]]:
-    """{prompt: transformers' greedy tokens in fp32}."""
+    """What transformers answers in fp32: {prompt: greedy tokens}."""
     model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     found = {}
     for prompt in prompts:
@@ -204,7 +208,7 @@ def answers_of(out: Path, tokenizer: Any, prompts: list[str]) -> dict[str, list[
 
 
 def served_tokens(file: Path, prompts: Iterable[str], start: str | None) -> list[list[int]]:
-    """llama.cpp's greedy tokens for each prompt. `start`: the token that it adds itself."""
+    """What llama.cpp answers: the greedy tokens of each prompt. `start`: the token that it adds itself."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
@@ -235,4 +239,7 @@ def _compare(files: Iterable[Path], expected: dict[str, list[int]], start: str |
         count = len(expected)
         print(f"{file.name}: {equal} of {count} greedy answers match transformers, {first} in their first token")
         if not first and file.name.endswith("f16.gguf"):
-            raise NotExported(ending("other_answers", file=file, count=count, folder=file.parent))
+            raise NotExported(
+                f"{file} is not to be used: none of its {count} answers begins as transformers' does. llama.cpp reads "
+                f"the tokens or weights otherwise. {file.parent} itself is complete."
+            )

@@ -13,7 +13,7 @@ from zero_recipes.core.files import FILES
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import working
 from zero_recipes.tools.check import rehearsal_of
-from zero_recipes.tools.import_config import write_new
+from zero_recipes.tools.new_files import write_new
 from zero_recipes.tools.plan.command import answer_by, simulated
 from zero_recipes.tools.plan.job import HOSTS, MACHINE_RANK, read_request
 from zero_recipes.tools.plan.predict import Predictor

@@ -8,7 +8,7 @@ import yaml
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import code_in
 from zero_recipes.core.files import NAMES, load_yaml
-from zero_recipes.core.findings import ending
+from zero_recipes.core.findings import first_line
 
 RECIPE = "recipe.resolved.yaml"
 
@@ -28,7 +28,7 @@ def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False, re
     if fault is None and (folder / save.STATE).is_file():
         code = code_in(folder)
         if code is not None:
-            fault = ending("pickle", folder=folder, code=code)
+            fault = f"{folder} holds {code}. Loading a pickle can run any program, so it was not loaded."
     if fault is not None:
         raise save.NotWhole(fault)
     entries = save.compare_with_class(folder, trust_remote_code)
@@ -45,6 +45,7 @@ def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False, re
 
 
 def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder has a tokenizer of its own."""
     return any((folder / name).is_file() for name in NAMES["tokenizer"])
 
 
@@ -54,13 +55,14 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:
     try:
         AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # the library's parsers raise what they like; tokenizers a bare Exception
-        raise save.NotWhole(ending("no_tokenizer", folder=folder, error=error)) from error
+        why = f"its tokenizer cannot be read: {first_line(error)}"
+        raise save.NotWhole(f"{folder} is not complete: {why}") from error
 
 
 def _added_to_checkpoint(folder: Path) -> str | None:
     added = save.added_to_checkpoint(folder)
     if added:
-        return ending("added_to_checkpoint", folder=folder, names=", ".join(added[:3]))
+        return f"{folder} was changed after saving: it also holds {', '.join(added[:3])}."
     return None
 
 
@@ -73,16 +75,18 @@ def _changed_since_saved(folder: Path, records: bool) -> str | None:
         known = save.read_checksums(folder)
         wrong = save.first_changed(folder, known["files"], "sha256")
         if wrong is not None:
-            return ending("changed", folder=folder, wrong=wrong)
+            why = f"{wrong} is missing or was changed (SHA-256)"
+            return f"{folder} is damaged: {why}. Save or copy it again."
         added = sorted(set(save.loaded_files(folder)) - known["files"].keys())
         if added:
-            return ending("added", folder=folder, names=", ".join(added[:3]))
+            return f"{folder} was changed after saving: it would also load {', '.join(added[:3])}."
         wrong = save.first_changed(folder, known["records"], "sha256") if records else None
     except (OSError, ValueError, TypeError) as error:
-        return ending("checksums", path=path, error=error)
+        return _unreadable(path, error)
     if wrong is None:
         return None
-    return ending("record_changed", folder=folder, wrong=wrong)
+    changed = f"{wrong} of {folder} is missing or was changed after the run (SHA-256)"
+    return f"{changed}. The model is what was saved."
 
 
 def _without_checksums(folder: Path) -> str | None:
@@ -96,10 +100,18 @@ def _without_checksums(folder: Path) -> str | None:
     except FileNotFoundError:
         if _run_of(folder) is None:
             return None
-        return ending("no_checksums", path=resolved)
+        return _missing(resolved)
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        return ending("checksums", path=resolved, error=error)
-    return ending("no_checksums", path=folder / save.CHECKSUMS)
+        return _unreadable(resolved, error)
+    return _missing(folder / save.CHECKSUMS)
+
+
+def _missing(path: Path) -> str:
+    return f"{path} is missing, although the run wrote it."
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return f"{path} cannot be read: {first_line(error)}"
 
 
 def _run_of(folder: Path) -> str | None:

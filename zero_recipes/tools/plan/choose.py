@@ -20,7 +20,6 @@ from zero_recipes.tools.plan.job import (
     shares_nothing,
     warned,
     why_not,
-    words,
 )
 from zero_recipes.tools.plan.predict import Fit, Predict, fit_of
 
@@ -30,8 +29,20 @@ NEARLY = 1.1  # times as long may a job take that fits for sure
 GAIN = 0.97  # of the time, for which larger micro batches are worth a change
 # what a change costs: first time, then another way of training
 COST_ORDER = ("nothing", "checkpointing", "micro batch", "stage", "offload", "LoRA")
-PLACES = words()["places"]
+# The strategies of each place of the model states (GPUs, host memory, NVMe), in the order in which they are tried.
+# Lower stages communicate less; stage 2 goes before stage 1, which holds whole gradients for longer and is no faster.
+# ZeRO++ comes last, hpZ first of it, which changes no number.
+PLACES = (
+    ("ddp", "zero0", "zero2", "zero1", "zero3", "fsdp2", "zero3_hpz", "zero3_plus_plus", "zero3_qwz", "zero3_qgz"),
+    ("zero2_offload", "zero3_offload"),
+    ("zero3_offload_infinity", "zero3_infinity"),
+)
 ORDER = [name for place in PLACES for name in place]
+# what a plan shows in the recipe's place
+LIGHTER = {
+    "LoRA": {"use_peft": True},
+    "QLoRA": {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+}
 
 
 @dataclass(frozen=True)
@@ -277,7 +288,7 @@ def lighter(request: PlanRequest, advice: Recommendation, predict: Predict, gues
     """LoRA and QLoRA in the recipe's place, each under the strategy that `guess` recommends."""
     settings = request.recipe.settings
     found = {}
-    for name, values in words()["lighter"].items():
+    for name, values in LIGHTER.items():
         if settings.load_in_4bit or settings.load_in_8bit or (name == "LoRA" and settings.use_peft):
             continue  # as the recipe is, or lighter
         with suppress(Refusal):  # LoRA without target modules for this architecture

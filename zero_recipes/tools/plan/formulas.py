@@ -18,7 +18,7 @@ from zero_recipes.core.files import package_yaml
 from zero_recipes.core.zero_paper import FP32, MIXED, ModelState, model_state_bytes
 from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import PARTS, CheckpointBytes, HostBytes, ModelStateBytes, Prediction, ReservedRange
-from zero_recipes.tools.plan.job import Job, words
+from zero_recipes.tools.plan.job import Job
 from zero_recipes.tools.plan.shape import Shape, shape_of
 
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
@@ -474,7 +474,9 @@ def predict_by_formulas(job: Job) -> Prediction:
         nvme_bytes=int(job.ranks_per_node * terms.on_nvme),
         communication_bytes_per_step=_whole(terms.moved) if sizes.ranks > 1 else {},
         flops_per_step=sizes.flops(),
-        notes=[words()["by_formulas"]],
+        notes=[
+            "By textbook formulas: copies in fp32 inside norms, masks and workspace of kernels are not in the numbers."
+        ],
     )
 
 

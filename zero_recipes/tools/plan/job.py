@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Self
@@ -26,7 +25,7 @@ from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.row_lengths import RowLengths, stated
 from zero_recipes.config.settings import Settings, computed_in, derive_accumulation, loaded_dtype
-from zero_recipes.core.files import FILES, at_hand, package_yaml
+from zero_recipes.core.files import FILES, at_hand
 from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
 from zero_recipes.tools.plan.cache import cached
@@ -37,8 +36,48 @@ FSDP = "fsdp2"  # the strategy that no ds_config describes
 SINGLE = "single"  # one process, without DeepSpeed
 NO_FOLDER = "ZR233"  # the folder on NVMe is the machine's, and a plan is made elsewhere
 MODELS = Path(__file__).with_name("models")
-words = partial(package_yaml, __package__, "words.yaml")
 USELESS = ("ZR224", "ZR226")  # warnings: ZeRO++ on one node, which costs and saves nothing
+# strategies that are planned where none is named, and those of `--strategies all`
+USUAL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+ON_SEVERAL = ("zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", FSDP)  # one GPU has nobody to share with
+OTHERS = ("zero3_offload_infinity", "zero3_infinity", "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")
+ALL = (*USUAL, *ON_SEVERAL, *OTHERS)
+# keys of a recipe that no prediction depends on
+NO_PART = frozenset(
+    {
+        "allow_keys",
+        "data_seed",
+        "dataset_name",
+        "eval_steps",
+        "ignore",
+        "learning_rate",
+        "logging_steps",
+        "max_steps",
+        "num_train_epochs",
+        "output_dir",
+        "overwrite",
+        "predict",
+        "resume_from_checkpoint",
+        "run_name",
+        "sample_max_new_tokens",
+        "sample_prompts",
+        "save_model",
+        "save_steps",
+        "seed",
+        "skip_plan",
+        "warmup_steps",
+    }
+)
+# keys that a plan may change
+CHANGED = (
+    "activation_checkpointing",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "use_peft",
+    "load_in_4bit",
+    "bnb_4bit_quant_storage",
+    "dtype",
+)
 
 Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None without DeepSpeed}
 
@@ -139,7 +178,7 @@ class Job:
 
     def key(self, versions: dict[str, str]) -> str:
         """Name of the cached answer: a hash of everything that it depends on."""
-        settings = {key: value for key, value in vars(self.settings).items() if key not in words()["no_part"]}
+        settings = {key: value for key, value in vars(self.settings).items() if key not in NO_PART}
         dependencies = [vars(self) | {"settings": settings}, versions]
         return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -171,9 +210,9 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None) -> Strategies:
         config = read_json_mapping(settings.deepspeed)
         return {DsConfig(config).name: config}
     if names == ["all"]:
-        names = words()["all"]
+        names = list(ALL)
     elif not names:
-        names = list(words()["usual"])
+        names = list(USUAL)
         if settings.precision == "fp16":
             names.remove("zero0")  # refused: ZR2021
     return {name: _ds_config_of(name) for name in names}
@@ -296,11 +335,11 @@ class PlanRequest:
         return replace(job, workspace=self.gpu.workspace_bytes, evaluated=evaluated)
 
     def _excluded(self, strategy: str, job: Job) -> str | None:
-        if job.world_size == 1 and strategy in words()["on_several"] and len(self.strategies) > 1:
+        if job.world_size == 1 and strategy in ON_SEVERAL and len(self.strategies) > 1:
             return "one GPU has no other GPU to share with"
         if strategy == SINGLE and job.world_size > 1:
             return "it uses a single process"
-        if job.on_nvme and self.nvme is None and len(self.strategies) == len(words()["all"]):
+        if job.on_nvme and self.nvme is None and len(self.strategies) == len(ALL):
             return "--nvme must give the size of each machine's disk"
         return why_not(job)
 
@@ -315,7 +354,7 @@ class PlanRequest:
         if job.world_size > job.gpus_per_node:
             argv += ["--hosts", HOSTS, "--machine_rank", MACHINE_RANK]
         argv += self.overrides
-        for key in words()["changed"]:
+        for key in CHANGED:
             is_derived = key == "gradient_accumulation_steps" and settings.global_batch_size is not None
             value = getattr(job.settings, key)
             if value != getattr(settings, key) and not is_derived:

@@ -22,10 +22,11 @@ from zero_recipes.core.units import size
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.choose import changes_arithmetic
 from zero_recipes.tools.plan.formulas import overheads
-from zero_recipes.tools.plan.job import Job, model_config, words
+from zero_recipes.tools.plan.job import Job, model_config
 from zero_recipes.tools.plan.predict import BY_FORMULAS, SOURCES, Predict, Predictor, fit_of
 
 NAMED = 10**9  # bytes; less may be the process's own, by GPU and driver
+STATUSES = {"fits": "fits into", "tight": "may run out of memory with", "no": "does not fit into"}
 PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -53,7 +54,7 @@ def answer_of(question: Mapping[str, Any], predict: Predict) -> dict[str, Any]:
     findings = []
     if cards:
         fit = fit_of(prediction, min(map(left_of, cards)))
-        peak += f": {words()['of_a_run'][fit.status]} {size(fit.capacity)}"
+        peak += f": {STATUSES[fit.status]} {size(fit.capacity)}"
         findings = too_large(job, prediction, cards, question["recipe"])
     seconds = time.monotonic() - started
     why_formulas = [note for note in prediction.notes if BY_FORMULAS in note]

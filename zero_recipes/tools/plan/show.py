@@ -15,8 +15,29 @@ from zero_recipes.core.zero_paper import paper_volume
 from zero_recipes.tools.check import rehearsal_of
 from zero_recipes.tools.plan.choose import Recommendation, Row, fewest_gpus
 from zero_recipes.tools.plan.cost import Cost, Range, cost, estimate, how_good
-from zero_recipes.tools.plan.job import Job, PlanRequest, shares_nothing, words
+from zero_recipes.tools.plan.job import Job, PlanRequest, shares_nothing
 from zero_recipes.tools.plan.predict import BY_FORMULAS, SOURCES
+
+# columns of -v
+PARTS = {
+    "params": "Params",
+    "grads": "Grads",
+    "optimizer": "Optimizer",
+    "activations": "Activa-\ntions",
+    "buckets": "Buckets,\ngathered",
+    "loss_head": "Loss\nhead",
+    "other": "Other",
+}
+STATUSES = {"fits": "fits", "tight": "may run out", "no": "does not fit"}
+# behind -v
+NOTES = (
+    "Peak: live tensors on the fullest GPU; the columns up to Other are its parts. GPU memory: from the peak with "
+    "CUDA and NCCL up to what nine of ten published runs stayed below. May run out: only the low end fits, where the "
+    "allocator empties its cache. Margin: free memory at the low end. Other programs on the GPU are not counted.",
+    "Host: memory per machine while loading / training / resuming. Disk: the model / a resumable checkpoint. NVMe: "
+    "swap files per machine. Comm.: an all-reduce counts twice.",
+    "Memory is for rows of max_length.",
+)
 
 
 def in_seconds(seconds: float) -> str:
@@ -99,7 +120,7 @@ def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
         Column("Margin", _margin),
         Column("Peak", lambda row: size(row.prediction.allocated_peak_bytes)),
         Column("in", lambda row: row.prediction.peak_phase),
-        *(_part_column(part, header) for part, header in words()["parts"].items()),
+        *(_part_column(part, header) for part, header in PARTS.items()),
         Column("Host", lambda row: _sizes(row.prediction.host_bytes)),
         Column("NVMe", lambda row: size(row.prediction.nvme_bytes or None)),
         Column("Disk", lambda row: _sizes(row.prediction.checkpoint_bytes)),
@@ -116,7 +137,7 @@ def _status(row: Row) -> str:
         return "host too small"
     if row.fit.nvme_lacks:
         return "NVMe too small"
-    return words()["statuses"][row.fit.status]
+    return STATUSES[row.fit.status]
 
 
 def _margin(row: Row) -> str:
@@ -150,7 +171,7 @@ def notes(answer: Answer) -> list[str]:
     rows = answer.advice.rows
     excluded = answer.excluded.get(rows[0].job.world_size, {})
     return [
-        *words()["notes"],
+        *NOTES,
         how_good(answer.recommended.job, answer.request.gpu),
         _row_lengths(answer.request, rows[0]),
         *(f"Not planned: {name}: {why}." for name, why in excluded.items()),

@@ -39,8 +39,9 @@ from zero_recipes.metrics.schema import FILE, Metrics
 from zero_recipes.tools import sweep
 from zero_recipes.tools.rehearse import equality, one_gpu
 from zero_recipes.tools.rehearse.forked import ForkServer
-from zero_recipes.tools.rehearse.phases import ALONE, DATA, EQUAL, FIRST, RESUMED, Ran, Rehearsal, table_of
+from zero_recipes.tools.rehearse.phases import ALONE, EQUAL, FIRST, RESUMED, Ran, Rehearsal, table_of
 from zero_recipes.tools.rehearse.small import make_small
+from zero_recipes.tools.rehearse.words import EVERY_LAUNCH, KEEPS_MEMORY, NEED_GPU, ONE_MACHINE
 
 MOST_RANKS = 4
 MOST_PASSES = 2  # micro batches of a step
@@ -100,7 +101,7 @@ def read_rehearsal(arguments: argparse.Namespace, folder: Path, console: Console
     values = shortened(settings, ranks // shares)
     if arguments.rows is not None:
         values |= first_rows(settings, arguments.rows)
-    words = [*arguments.overrides, *DATA["every_launch"].split()]
+    words = [*arguments.overrides, *EVERY_LAUNCH.split()]
     words += [f"--{key}={value}" for key, value in values.items()]
     place = f"{ranks} of {arguments.gpus} ranks"
     shortens = False
@@ -187,7 +188,7 @@ def cpu_words(settings: Settings) -> tuple[list[str], list[str]]:
     """(overrides in place of what needs a GPU, what needs one)."""
     words = ["--skip_plan", "true", "--supervised_logits_only", "true"]  # as TRL does on GPUs
     needed = []
-    for key, (values, instead) in DATA["need_gpu"].items():
+    for key, (values, instead) in NEED_GPU.items():
         value = str(getattr(settings, key))
         if re.search(values, value):
             words += [f"--{key}", *instead.split()]
@@ -253,7 +254,8 @@ def command_of(rehearsal: Rehearsal, out: Path) -> list[str]:
     if rehearsal.nccl and ranks > 1:
         words = ["bash", one_gpu.SCRIPT, rehearsal.nccl, ranks, get_free_port(), *words]
     else:
-        words = [*DATA["keeps_memory"].split(), *words, *DATA["one_machine"].split()]
+        variables = [f"{name}={value}" for name, value in KEEPS_MEMORY.items()]
+        words = ["env", *variables, *words, *ONE_MACHINE.split()]
     words += ["--config_file", rehearsal.config_file, "--num_processes", ranks, *script_of(rehearsal, out)]
     return [str(word) for word in words]
 
@@ -272,11 +274,7 @@ def threads_of(rehearsal: Rehearsal) -> int:
 
 def environments_of(rehearsal: Rehearsal, out: Path) -> list[dict[str, str]]:
     """What `command_of` gives to each rank."""
-    environment = sweep.environment_of(out, threads_of(rehearsal))
-    _, *variables = DATA["keeps_memory"].split()
-    for variable in variables:
-        name, _, value = variable.partition("=")
-        environment[name] = value
+    environment = sweep.environment_of(out, threads_of(rehearsal)) | KEEPS_MEMORY
     ranks = rehearsal.ranks_in(out.name)
     return environments_of_ranks(rehearsal.config_file, ranks, get_free_port(), environment)
 

@@ -13,7 +13,6 @@ from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import recipe_in_force
 from zero_recipes.config.settings import Settings, steps_by_epochs
 from zero_recipes.config.strategy import Strategy, resolve_strategy
-from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import (
     Finding,
     Refusal,
@@ -29,10 +28,10 @@ from zero_recipes.metrics.read_runs import metric_errors, read_samples
 from zero_recipes.metrics.schema import Metrics
 from zero_recipes.metrics.scores import load_metrics, metric_finding, metric_findings
 from zero_recipes.model.meta import size_of
+from zero_recipes.tools.rehearse import words as over
 from zero_recipes.tools.rehearse.equality import EqualLaunch, judged_equal
 from zero_recipes.tools.verify import verify
 
-DATA = package_yaml(__package__, "rehearsal.yaml")
 FIRST = "checkpoint-2"
 LAST = "checkpoint-3"
 APART = 0.05  # of losses on half as many ranks: sums in another order, other random numbers of dropout
@@ -61,17 +60,16 @@ class Rehearsal:
         """{launch: its overrides}, in order."""
         settings = self.settings
         applies = {
-            "shorter": self.shortens,
-            "longest_first": not (settings.packing or settings.streams),
-            "checkpoints": self.why_without_resume is None,
-            "evaluates": settings.evaluates,
-            "keeps_best": settings.load_best_model_at_end,
+            over.SHORTER: self.shortens,
+            over.LONGEST_FIRST: not (settings.packing or settings.streams),
+            over.CHECKPOINTS: self.why_without_resume is None,
+            over.EVALUATES: settings.evaluates,
+            over.KEEPS_BEST: settings.load_best_model_at_end,
         }
         launches = {}
-        for name, parts in DATA["launches"].items():
+        for name, parts in over.LAUNCHES.items():
             if self.why_left_out(name) is None:
-                texts = [DATA["overrides"][part] for part in parts if applies.get(part, True)]
-                launches[name] = " ".join(texts).split()
+                launches[name] = " ".join(part for part in parts if applies.get(part, True)).split()
         if self.equal is not None:
             launches[EQUAL] += self.equal.words
         return launches
@@ -137,7 +135,7 @@ class Row(NamedTuple):
 
 def table_of(rehearsal: Rehearsal, ran: Runs) -> list[Row]:
     rows = []
-    for launch, phases in DATA["phases"].items():
+    for launch, phases in over.PHASES.items():
         is_reached = launch in ran
         breaks = None
         if is_reached and not ran[launch].is_over:
@@ -158,7 +156,7 @@ def table_of(rehearsal: Rehearsal, ran: Runs) -> list[Row]:
 def breaks_in(phases: Mapping[str, str | None], metrics: Metrics) -> str:
     """The phase in which a launch failed."""
     failed = metrics.failure.phase if metrics.failure else None
-    named = DATA["phase_of_code"].get(metrics.failure and metrics.failure.code)
+    named = over.PHASE_OF_CODE.get(metrics.failure and metrics.failure.code)
     if named in phases:
         return named
     for phase, key in phases.items():

@@ -7,14 +7,33 @@ from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import library_error_as_finding
 from zero_recipes.model.config import load_config
 from zero_recipes.model.load import load_model
 from zero_recipes.model.trained import parameter_counts
 from zero_recipes.tools.plan.simulator.layers import entries_by_layer
 
-SIZES = package_yaml(__package__, "rehearsal.yaml")["small_model"]
+# of a small model
+LAYERS = 2
+HEAD_WIDTH = 16
+EXPERTS = 4
+WIDE_ENOUGH = 128  # a hidden size that is left as it is
+# files of a model
+NOT_COPIED = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.index.json",
+    "checkpoint-*",
+)
+DOWNLOADED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+# keys of a config
+WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 GENERATION = "generation_config.json"
 
 
@@ -24,11 +43,11 @@ def make_small(settings: Settings, folder: Path, layers: int | None) -> str:
     `layers`: so many, at the model's own width; None makes it narrow, too. Raises Refusal.
     """
     source = files_of(settings)
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*SIZES["not_copied"]))
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
     small = settings.replace(model_name_or_path=str(folder), model_revision=None, random_weights=True)
     config = load_config(small)
     with library_error_as_finding(f"making a smaller {settings.model_name_or_path} (--layers 2 keeps its width)"):
-        cuts = cut_layers(config.get_text_config(), layers or SIZES["layers"])
+        cuts = cut_layers(config.get_text_config(), layers or LAYERS)
         tower = getattr(config, "vision_config", None)
         if hasattr(tower, "num_hidden_layers"):  # text never reaches it
             cut_layers(tower, 1)
@@ -52,7 +71,7 @@ def files_of(settings: Settings) -> Path:
     if Path(name).is_dir():
         return Path(name)
     with library_error_as_finding(f"downloading the configuration of {name}"):
-        return Path(snapshot_download(name, revision=settings.model_revision, allow_patterns=SIZES["downloaded"]))
+        return Path(snapshot_download(name, revision=settings.model_revision, allow_patterns=list(DOWNLOADED)))
 
 
 def cut_layers(config: PretrainedConfig, layers: int) -> list[str]:
@@ -77,15 +96,15 @@ def cut_width(config: PretrainedConfig, shares: int) -> list[str]:
     `shares`: ranks that share the heads.
     """
     cuts = []
-    most = SIZES["experts"]
-    for key in SIZES["numbers_of_experts"]:
+    most = EXPERTS
+    for key in NUMBERS_OF_EXPERTS:
         number = getattr(config, key, 0)
         if number > most:
             setattr(config, key, most)
             config.num_experts_per_tok = min(config.num_experts_per_tok, most // 2)
             cuts.append(f"{most} of {number} experts")
     hidden = config.hidden_size
-    if hidden <= SIZES["wide_enough"]:
+    if hidden <= WIDE_ENOUGH:
         return cuts
     heads = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or heads
@@ -93,7 +112,7 @@ def cut_width(config: PretrainedConfig, shares: int) -> list[str]:
     width = own_width or hidden // heads
     new_keys = min(keys, max(2, shares))
     new_heads = heads // keys * new_keys
-    new_width = min(width, SIZES["head_width"])
+    new_width = min(width, HEAD_WIDTH)
     rope = getattr(config, "rope_parameters", None) or {}
     if any(isinstance(value, list) for value in rope.values()):  # a number for each of a head's frequencies
         new_width = width
@@ -104,7 +123,7 @@ def cut_width(config: PretrainedConfig, shares: int) -> list[str]:
         config.num_key_value_heads = new_keys
     if own_width:
         config.head_dim = new_width
-    for key in SIZES["widths"]:
+    for key in WIDTHS:
         if getattr(config, key, None):
             setattr(config, key, narrowed(getattr(config, key), share))
     return [*cuts, f"hidden size {config.hidden_size:,} of {hidden:,}", f"{new_heads} of {heads} heads"]

@@ -1,4 +1,4 @@
-"""Answers to the questions of texts.yaml, from what runs recorded."""
+"""The questions that the report answers, from what runs recorded."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,23 @@ LOSS_FP32 = 1e-5
 LOSS_16_BIT = 2e-2  # one step's rounding; tests hold short runs of the stages to 1e-3, and to 1e-5 in fp32
 
 
+# Fields of metrics.json in which compared runs do not differ.
+SAME_RUN = (
+    "model",
+    "parameters",
+    "trainable_parameters",
+    "world_size",
+    "device",
+    "precision",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "max_length",
+)
+
+
 class Judgement(NamedTuple):
+    """A question about the compared runs, with its answer and what people think."""
+
     question: str
     verdict: Verdict
     measured: str
@@ -27,17 +43,39 @@ class Judgement(NamedTuple):
 
 
 def judge_runs(runs: Runs) -> list[Judgement]:
-    """None without compared rows."""
+    """Answer both questions about the compared runs; none without such runs."""
     compared = read.comparison(runs)
     if not compared:
         return []
-    answers = {"alike": _alike(compared), "losses": _losses_equal(compared)}
-    wording = read.texts()["judgements"]
-    return [Judgement(verdict=verdict, measured=why, **wording[name]) for name, (verdict, why) in answers.items()]
+    is_alike, differences = _alike(compared)
+    is_equal, gaps = _losses_equal(compared)
+    return [
+        Judgement(
+            question="Were all strategies run under the same conditions?",
+            verdict=is_alike,
+            measured=differences,
+            claimed="Readers of such tables usually assume that only the stage differs.",
+            right="Rows are comparable only if model, precision, ranks, batch size, sequence length, data and device "
+            "are the same.",
+        ),
+        Judgement(
+            question="Do all strategies have the same loss at every step?",
+            verdict=is_equal,
+            measured=gaps,
+            claimed="The loss curves are identical, because ZeRO changes where values are stored, not what is "
+            "computed.",
+            right="The order of additions differs, so losses agree to about 1e-6 in fp32, and less closely in 16-bit "
+            "precision. DeepSpeed by itself copies its master weights from 16-bit weights, which loses the first "
+            "small updates; runs of this program start them from the loaded values, or say that they could not. "
+            "DeepSpeed also accumulates and reduces gradients in 16 bits, unless the ds_config sets "
+            '"communication_data_type": "fp32" and "data_types": {"grad_accum_dtype": "fp32"} (stages 1 to 3). FSDP2 '
+            "uses 16 bits for both, DDP uses fp32 for both.",
+        ),
+    ]
 
 
 def bottom_line(runs: Runs) -> list[str]:
-    """The recommendation, whether losses agree, unexpected volumes, and what did not finish."""
+    """Say what it comes to: a recommendation, whether losses agree, unexpected volumes, and what did not finish."""
     compared = read.comparison(runs) or runs
     rows = read.table_rows(compared)
     texts = _recommendation(rows)
@@ -60,7 +98,8 @@ def _recommendation(rows: Sequence[Row]) -> list[str]:
     timed.sort(key=lambda row: row["state_bytes"] or math.inf)
     if timed[0]["device"] == "cpu":
         smallest = f"Smallest model states: {timed[0]['label']}, {units.size(timed[0]['state_bytes'])}."
-        return [f"{smallest} {read.texts()['on_cpu']}"]
+        on_cpu = "CPU processes say nothing about the speed of GPUs. zero-recipes plan compares that."
+        return [f"{smallest} {on_cpu}"]
     fastest = max(row["tokens_per_second"] for row in timed)
     chosen, *others = (row for row in timed if row["tokens_per_second"] >= (1 - EQUAL_SPEED) * fastest)
     speed = f"{units.count(chosen['tokens_per_second'])} tokens/s"
@@ -86,7 +125,7 @@ def _volumes(rows: Sequence[Row]) -> list[str]:
 
 
 def sampled_run(runs: Runs) -> MeasuredRun | None:
-    """The last run that has samples, a full run if there is one."""
+    """The run whose answers are shown: the last that has samples, a full run if there is one."""
     with_samples = [run for run in runs if run.samples]
     chosen = read.single_runs(with_samples) or with_samples
     return chosen[-1] if chosen else None
@@ -97,7 +136,7 @@ def _alike(runs: Runs) -> Answer:
     if len(runs) < 2:
         return "cannot tell", "There is only one row."
     conditions = {}
-    for key in read.texts()["same_run"]:
+    for key in SAME_RUN:
         conditions[key] = {getattr(run, key) for run in runs}
     # the same data in the same order makes the same number of tokens, padding included
     conditions["tokens trained on"] = {run.tokens.all for run in runs if run.status == "ok" and run.tokens}

@@ -3,22 +3,20 @@
 The page is one HTML file that fetches nothing.
 """
 
-import base64
 from collections.abc import Mapping, Sequence
-from datetime import date
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 
-from zero_recipes.core import units
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import plain, print_columns, terminal
-from zero_recipes.metrics.read_runs import mean_scores, question, read_runs
+from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.schema import ContractError
-from zero_recipes.tools.report import plots, read
-from zero_recipes.tools.report.judge import Judgement, bottom_line, judge_runs, sampled_run
+from zero_recipes.tools.report import plots, read, tables
+from zero_recipes.tools.report.content import content_of
+from zero_recipes.tools.report.judge import Judgement, bottom_line, judge_runs
 from zero_recipes.tools.report.read import Runs
 
 
@@ -52,10 +50,10 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
 def _print(runs: Runs, judgements: Sequence[Judgement], console: Console) -> None:
     for line in bottom_line(runs):
         console.print(plain(f"- {line}", style="bold"))
-    for table in read.tables(runs):
+    for table in tables.tables_of(runs):
         console.print(plain(f"\n{table.title}", style="bold"))
         print_columns(table.named, table.measured, table.rows, console)
-    for line in read.notes(runs):
+    for line in tables.notes(runs):
         console.print(plain(line, style="dim"))
     for judgement in judgements:
         console.print(plain(f"\n{judgement.question} {judgement.verdict}", style="bold"))
@@ -66,7 +64,7 @@ def _print(runs: Runs, judgements: Sequence[Judgement], console: Console) -> Non
 
 
 def render_page(runs: Runs, judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> str:
-    """`pictures`: of the comparison, by name. A single run has its own loss.png."""
+    """Write the page. `pictures`: of the comparison, by name."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -74,20 +72,4 @@ def render_page(runs: Runs, judgements: Sequence[Judgement], pictures: Mapping[s
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"size": units.size, "fixed": units.fixed, "base64": _in_base64, "question": question}
-    answered = sampled_run(runs)
-    return environment.get_template("page.html.j2").render(
-        read=read,
-        runs=runs,
-        compared=read.comparison(runs),
-        written=date.today().isoformat(),
-        bottom_line=bottom_line(runs),
-        judgements=judgements,
-        pictures=pictures,
-        answered=answered,
-        means=mean_scores(answered.samples) if answered else {},
-    )
-
-
-def _in_base64(path: Path) -> str:
-    return base64.b64encode(path.read_bytes()).decode()
+    return environment.get_template("page.html.j2").render(content_of(runs, judgements, pictures))

@@ -22,13 +22,21 @@ INK = "#24292f"
 PALE = "#57606a"
 ALARM = "#b3261e"
 STYLE = Path(__file__).with_name("style.mplstyle")
-STRATEGIES = read.texts()["colours"]
-STATES = read.texts()["stack"]
+# of strategies; others take the next colour of the style
+STRATEGIES = {"ddp": "#7a7a7a", "zero0": "#cc4b58", "zero1": "#e0a030", "zero2": "#2a9d8f", "zero3": "#33608c"}
+# model states, from the bottom to the top: colour and name
+STATES = {
+    "params": ("#4477aa", "params"),
+    "grads": ("#ee9b3d", "grads"),
+    "optimizer": ("#66a182", "optimizer"),
+    "offloaded_host": ("#c3cad3", "on host"),
+    "offloaded_disk": ("#e3d9c6", "on disk"),
+}
 ABSENT = {"oom": "out of memory", "ok": "not measured"}  # why there is no bar, by status
 
 
 def draw_comparison(runs: Runs, folder: Path) -> dict[str, Path]:
-    """Returns paths by name; none if there is nothing to compare."""
+    """Draw model states and losses of the compared runs. Returns paths by name; none if there is nothing to compare."""
     compared = read.comparison(runs)
     if not compared:
         return {}

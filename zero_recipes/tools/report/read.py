@@ -1,17 +1,12 @@
-"""The report's numbers and tables. texts.yaml lists the columns."""
+"""The report's numbers, from what runs recorded."""
 
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
-from functools import partial
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-from zero_recipes.core import units, zero_paper
-from zero_recipes.core.files import package_yaml
-from zero_recipes.core.tables import Column, Row
+from zero_recipes.core import zero_paper
 from zero_recipes.metrics.read_runs import MeasuredRun
-from zero_recipes.metrics.schema import ORDER, PredictedMetrics, Tokens
+from zero_recipes.metrics.schema import ORDER, ModelStateBytes, PredictedMetrics, Tokens
 
 BYTES_PER_VALUE = {"bf16": 2, "fp16": 2, "fp32": 4}
 FINAL_STEPS = 5  # one step alone is mostly noise
@@ -32,7 +27,7 @@ def single_runs(runs: Runs) -> list[MeasuredRun]:
 
 
 def sweeps(runs: Runs) -> list[list[MeasuredRun]]:
-    """Of values: runs that set the same keys."""
+    """The sweeps of values: for each the runs that set the same keys."""
     by_keys: dict[tuple[str, ...], list[MeasuredRun]] = {}
     for run in runs:
         if run.swept is not None:
@@ -41,13 +36,13 @@ def sweeps(runs: Runs) -> list[list[MeasuredRun]]:
 
 
 def baseline(runs: Runs) -> MeasuredRun | None:
-    """ddp, or zero0 if ddp is missing or did not finish."""
+    """The run that others are compared with: ddp, or zero0 if ddp is missing or did not finish."""
     finished = {run.strategy: run for run in comparison(runs) if run.status == "ok"}
     return finished.get("ddp") or finished.get("zero0")
 
 
 def textbook(run: MeasuredRun) -> float | None:
-    """The formula's bytes, or None if no formula covers it (offload, ZeRO++, unknown size)."""
+    """Model states in bytes by ZeRO's paper, or None if no formula covers them (offload, ZeRO++, unknown size)."""
     strategy = run.strategy.removesuffix("_bf16_states")
     if strategy not in STAGES or not run.parameters or not run.world_size or run.precision is None:
         return None
@@ -89,16 +84,14 @@ def _paper_in_phi(run: MeasuredRun) -> float | None:
 
 
 def table_rows(runs: Runs) -> list[dict[str, Any]]:
-    """One dict per run: sizes in bytes, times in seconds, None for what is not known."""
+    """Make a row of the tables for each run: sizes in bytes, times in seconds, None for what is not known."""
     reference = baseline(runs)
     return [_row(run, reference) for run in runs]
 
 
 def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
-    row = {key: getattr(run, key) for key in texts()["of_run"]}
-    row["folder"] = run.folder.name
-    for key, part in texts()["of_states"].items():
-        row[key] = getattr(run.fullest_rank, part, None)
+    states = run.fullest_rank or ModelStateBytes()
+    state_bytes = run.fullest_rank and states.total
     expected = textbook(run)
     predicted = run.predicted or PredictedMetrics()
     tokens = run.tokens or Tokens()
@@ -106,9 +99,27 @@ def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
     losses = run.loss_history or []
     last = losses[-FINAL_STEPS:]
     code, reason = _why_ended(run)
-    return row | {
+    return {
+        "label": run.label,
+        "strategy": run.strategy,
+        "compared": run.compared,
+        "status": run.status,
+        "device": run.device,
+        "world_size": run.world_size,
+        "precision": run.precision,
+        "model": run.model,
+        "parameters": run.parameters,
+        "mfu": run.mfu,
+        "swept": run.swept,
+        "folder": run.folder.name,
+        "state_bytes": state_bytes,
+        "params_bytes": states.params,
+        "grads_bytes": states.grads,
+        "optimizer_bytes": states.optimizer,
+        "host_bytes": states.offloaded_host,
+        "disk_bytes": states.offloaded_disk,
         "textbook_bytes": expected,
-        "state_over_textbook": _ratio(row["state_bytes"], expected),
+        "state_over_textbook": _ratio(state_bytes, expected),
         "planned_state_bytes": predicted.state_bytes,
         "peak_allocated_bytes": run.peak("allocated"),
         # CPUs allocate nothing to compare it with
@@ -140,7 +151,7 @@ def _why_ended(run: MeasuredRun) -> tuple[str | None, str | None]:
 
 
 def setting(runs: Runs) -> str:
-    """Model, machine and precision in one line."""
+    """Name model, machine and precision in one line."""
     first = next((run for run in runs if run.model and run.device and run.world_size), runs[0])
     model = (first.model or "unknown model").removeprefix("./")
     count = first.world_size or "?"
@@ -151,119 +162,6 @@ def setting(runs: Runs) -> str:
     return f"{known}, {first.precision}" if first.precision else known
 
 
-# tables
-
-LONGEST_REASON = 72  # characters
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{units.significant(value)} s"
-
-
-WRITTEN = {
-    "size": units.size,
-    "size_above_zero": lambda value: units.size(value or None),
-    "count": units.count,
-    "percent": units.percent,
-    "seconds": _seconds,
-    "hundredths": lambda value: units.fixed(value, 2),
-    "hundredths_above_zero": lambda value: units.fixed(value or None, 2),
-    "loss": lambda value: units.fixed(value, 4),
-}
-
-texts = partial(package_yaml, __package__, "texts.yaml")
-
-
-class Table(NamedTuple):
-    """`rows` (table_rows) under columns that name them, and those about memory, and speed and loss."""
-
-    title: str
-    named: list[Column]
-    memory: list[Column]
-    speed: list[Column]
-    rows: Sequence[Row]
-
-    @property
-    def measured(self) -> list[Column]:
-        return self.memory + self.speed
-
-
-def tables(runs: Runs) -> list[Table]:
-    """Empty ones are left out."""
-    found = []
-    groups = {"Comparison": comparison(runs), "Single runs": single_runs(runs)}
-    for title, group in groups.items():
-        if group:
-            found.append(runs_table(group, f"{title}: {setting(group)}"))
-    for group in sweeps(runs):
-        found.append(sweep_table(group))
-    return found
-
-
-def notes(runs: Runs) -> list[str]:
-    """On the columns that are shown."""
-    shown = set()
-    for table in tables(runs):
-        shown.update(column.header for column in table.measured)
-    columns = texts()["memory"] + texts()["speed"]
-    return [column["note"] for column in columns if "note" in column and column["header"] in shown]
-
-
-def runs_table(runs: Runs, title: str = "") -> Table:
-    rows = table_rows(runs)
-    named = [Column("Run", itemgetter("label")), Column("Status", itemgetter("status"))]
-    return Table(title, named, _columns("memory", rows), _columns("speed", rows), rows)
-
-
-def sweep_table(runs: Runs) -> Table:
-    """The runs of one sweep: values, measurements, and why a run failed."""
-    rows = table_rows(runs)
-    keys = list(runs[0].swept)
-    named = [Column(key, partial(_swept_cell, key)) for key in keys]
-    if len({row["strategy"] for row in rows}) > 1:
-        named.append(Column("Strategy", itemgetter("strategy")))
-    shown = texts()["swept"]
-    measured = _columns("memory", rows, shown) + _columns("speed", rows, shown)
-    measured.append(Column("Status", itemgetter("status")))
-    if any(row["reason"] for row in rows):
-        measured.append(Column("Reason", _reason_cell))
-    return Table(f"Sweep of {', '.join(keys)}: {setting(runs)}", named, measured, [], rows)
-
-
-def _swept_cell(key: str, row: Row) -> str:
-    value = row["swept"][key]
-    return f"{value:,}" if type(value) is int else value_text(value)
-
-
-def _reason_cell(row: Row) -> str:
-    reason = f"{row['code'] or ''} {row['reason'] or ''}"
-    return textwrap.shorten(reason, LONGEST_REASON, placeholder="…")
-
-
 def value_text(value: Any) -> str:
-    """A value that a sweep set, on one line."""
+    """Write a value that a sweep set on one line."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _columns(about: str, rows: Sequence[Row], keys: Sequence[str] = ()) -> list[Column]:
-    """Columns of texts.yaml (those of `keys`, if given) in which some row has a value.
-
-    Without an accelerator, resident memory replaces the allocated peak.
-    """
-    has_accelerator = any(row["peak_allocated_bytes"] for row in rows)
-    hidden = "resident_bytes" if has_accelerator else "peak_allocated_bytes"
-    reference = next((row["label"] for row in rows if row["relative_speed"] == 1), "baseline")
-    found = []
-    for text in texts()[about]:
-        key = text["key"]
-        if key == hidden or (keys and key not in keys):
-            continue
-        header = text["header"].replace("baseline", reference)
-        column = Column(header, partial(_cell, key, WRITTEN[text["as"]]))
-        if any(map(column.cell, rows)):
-            found.append(column)
-    return found
-
-
-def _cell(key: str, written: Any, row: Row) -> str:
-    return written(row[key])

@@ -35,21 +35,34 @@ if TYPE_CHECKING:
 
 WORKER = ("-m", "zero_recipes.tools.plan.simulator.parent")  # benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
-TABLES = package_yaml(__package__, "tables.yaml")
+# of the process that simulates
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 
 
 def not_simulated(job: "Job") -> str | None:
-    """Why the engine cannot be; None where it can."""
+    """Say why formulas answer in the engine's place; None where the engine can be simulated."""
     zero = job.zero
-    cases = {
-        "fsdp": job.is_fsdp,
-        "nvme": job.on_nvme,
-        "hpz": zero.hpz_partition_size > 1,
-        "plus_plus": zero.quantizes_weights or zero.quantizes_gradients,
-        "max_length": job.settings.max_length is None,
-        "8_bit": job.settings.load_in_8bit,
-    }
-    return next((TABLES["not_simulated"][case] for case, holds in cases.items() if holds), None)
+    if job.is_fsdp:
+        return "FSDP2 is not simulated"
+    if job.on_nvme:
+        return "DeepSpeed writes states to NVMe with a kernel that reads addresses"
+    if zero.hpz_partition_size > 1:
+        return "hpZ's secondary shard is not simulated"
+    if zero.quantizes_weights or zero.quantizes_gradients:
+        return "ZeRO++'s quantizers are CUDA kernels"
+    if job.settings.max_length is None:
+        return "the recipe sets no max_length"
+    if job.settings.load_in_8bit:
+        return "bitsandbytes multiplies 8-bit weights in its own kernels"
+    return None
 
 
 def simulate(
@@ -106,7 +119,7 @@ def start(device: str) -> tuple[subprocess.Popen, IO[str]]:
         own = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-        _started[command] = subprocess.Popen(command, text=True, env=own | TABLES["environment"], **pipes), errors
+        _started[command] = subprocess.Popen(command, text=True, env=own | ENVIRONMENT, **pipes), errors
     return _started[command]
 
 

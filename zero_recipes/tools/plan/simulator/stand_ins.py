@@ -11,8 +11,6 @@ import types
 import torch
 from torch.utils._pytree import tree_map
 
-from zero_recipes.core.files import package_yaml
-
 aten = torch.ops.aten
 
 # Operators by which Python asks a tensor for its number: `.item()`, `if tensor`, torch.equal
@@ -333,9 +331,39 @@ def replace_parts_of_libraries(on_gpu: bool, full_rows: bool, masked_packs: bool
 
 # Autocast for the device that stands for a GPU: runs without DeepSpeed keep fp32 weights and compute in bf16 copies.
 # torch 2.13 registers autocast for its own devices in C++ (aten/src/ATen/autocast_mode.h).
+# The operators are those of CUDA's lists AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32 that language models call.
+LOWERED = (
+    "addmm",
+    "addmv",
+    "baddbmm",
+    "bmm",
+    "linear",
+    "matmul",
+    "mm",
+    "mv",
+    "scaled_dot_product_attention",
+    # what `attention_as_on_cuda` and `flash_attention` call in place of the one before
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+)
+IN_FP32 = (
+    "cumsum",
+    "exp",
+    "layer_norm",
+    "log",
+    "log_softmax.int",
+    "logsumexp",
+    "pow.Tensor_Scalar",
+    "prod",
+    "rsqrt",
+    "softmax.int",
+    "softplus",
+    "sum",
+    "sum.dim_IntList",
+    "rms_norm",
+)
 # A copy of a weight is made once in a forward pass and kept (autocast_mode.cpp `cached_cast`).
 _copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a weight's id: the weight, its copy
-TABLES = package_yaml(__package__, "tables.yaml")
 _libraries: list[torch.library.Library] = []  # a registration ends with its library
 
 
@@ -344,9 +372,8 @@ def set_up_autocast(dtype: torch.dtype) -> None:
     everything = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel)
     own = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-    operators = TABLES["autocast"]
-    for kind, target in (("lower", dtype), ("full", torch.float32)):
-        for name in operators[kind]:
+    for names, target in ((LOWERED, dtype), (IN_FP32, torch.float32)):
+        for name in names:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(aten, packet), overload or "default")
             own.impl(name, _casting(operator, target))

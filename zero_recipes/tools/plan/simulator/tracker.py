@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero_recipes.core.host import pinned_bytes
 from zero_recipes.metrics.schema import PARTS
-from zero_recipes.tools.plan.simulator.stand_ins import ASKED_FOR, TABLES, answer_for_number
+from zero_recipes.tools.plan.simulator.stand_ins import ASKED_FOR, answer_for_number
 
 _DEVICE = torch.ops.prim.device.default
 _DEPTH = 80  # frames looked at, from the innermost
@@ -32,6 +32,27 @@ VIEWS = {
     _aten.transpose.int,
     _aten.unsqueeze.default,
     _aten.view.default,
+}
+
+# Where a tensor made in this file belongs. The innermost named frame decides.
+PART_OF_FILE = {
+    "trl/kernels/chunked_logprob.py": "loss_head",
+    "deepspeed/runtime/zero/stage3.py": "buckets",
+    "deepspeed/runtime/zero/stage_1_and_2.py": "buckets",
+    "deepspeed/runtime/zero/partition_parameters.py": "buckets",
+    "deepspeed/runtime/zero/partitioned_param_coordinator.py": "buckets",
+    "deepspeed/runtime/comm/coalesced_collectives.py": "buckets",
+    "deepspeed/runtime/fp16/unfused_optimizer.py": "grads",
+    "deepspeed/runtime/bf16_optimizer.py": "grads",
+    "torch/optim/adam.py": "optimizer",
+    "torch/optim/adamw.py": "optimizer",
+    "torch/autograd/graph.py": None,  # who has called backward does not matter
+}
+PART_OF_PHASE = {
+    "forward": "activations",
+    "backward": "activations",
+    "evaluation": "activations",
+    "best model": "optimizer",
 }
 
 
@@ -149,13 +170,13 @@ class LiveStorages:
             if known:  # in a step: fp32 copies and flat gradients, stage_1_and_2.py and stage3.py `step`
                 return "grads" if known == "buckets" and self.phase == "step" else known
             frame = frame.f_back
-        return TABLES["part_of_phase"].get(self.phase, "other")
+        return PART_OF_PHASE.get(self.phase, "other")
 
 
 @functools.cache
 def _part_of_file(name: str) -> str | None:
     """The part of what this file makes; "" of an unknown file, None where the search ends."""
-    for file, part in TABLES["part_of_file"].items():
+    for file, part in PART_OF_FILE.items():
         if name.endswith(file):
             return part
     return ""

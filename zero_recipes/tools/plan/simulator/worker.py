@@ -49,12 +49,38 @@ from zero_recipes.model.meta import size_of
 from zero_recipes.model.trained import parameter_counts
 from zero_recipes.tools.plan.job import Job
 from zero_recipes.tools.plan.simulator import device, stand_ins
-from zero_recipes.tools.plan.simulator.stand_ins import TABLES
 from zero_recipes.tools.plan.simulator.tracker import LiveStorages, Observed
 from zero_recipes.training.token_loss import TokenWeights
 
 STEPS = 2  # Adam's states appear in the first; the second is as all that follow
 TRAINING = ("forward", "backward", "step", "between")
+
+# Recipe keys without a part in a step's memory, which would ask for files, networks or numbers.
+LEFT_OUT = {
+    "assistant_only_loss": False,
+    "attn_implementation": None,
+    "chat_template_path": None,
+    "completion_only_loss": None,
+    "dataloader_num_workers": 0,
+    "dataloader_prefetch_factor": None,
+    "dataset_num_proc": None,
+    "disable_tqdm": True,
+    "eos_token": None,
+    "eval_strategy": "no",
+    "fsdp": None,
+    "load_best_model_at_end": False,
+    "logging_strategy": "no",
+    "model_init_kwargs": None,
+    "pad_token": None,
+    "push_to_hub": False,
+    "report_to": "none",
+    "resume_from_checkpoint": None,
+    "run_name": "plan",
+    "save_model": False,
+    "save_strategy": "no",
+    "tf32": None,
+    "use_cpu": True,  # the device is set later
+}
 
 
 def run(task: dict, answer: TextIO) -> NoReturn:
@@ -100,7 +126,7 @@ def _start_group(job: Job, rank: int) -> None:
 def train_two_steps(job: Job, folder: str) -> dict:
     """Of a run built as run_sft.py does."""
     quieten()
-    settings = job.settings.replace(**TABLES["left_out"], max_steps=STEPS, output_dir=folder, deepspeed=job.ds_config)
+    settings = job.settings.replace(**LEFT_OUT, max_steps=STEPS, output_dir=folder, deepspeed=job.ds_config)
     settings = settings.replace(gradient_accumulation_steps=min(job.settings.gradient_accumulation_steps, 2))
     strategy = resolve_strategy(settings, {"WORLD_SIZE": str(job.world_size)}, size_of)
     _, training_args, model_args, _ = trl_arguments(settings, Path("plan.yaml"))

@@ -46,7 +46,7 @@ PYTHON_TYPES = {
 
 
 def table(name: str) -> dict[str, Any]:
-    """A file of config/imports."""
+    """Read a file of config/imports, which map another trainer's keys."""
     return package_yaml("zero_recipes.config", f"imports/{name}.yaml")
 
 
@@ -95,6 +95,8 @@ class AxolotlDataset(Theirs):
 
 
 class Axolotl(Theirs):
+    """The structured keys of axolotl's file."""
+
     base_model: str | None = None
     datasets: list[AxolotlDataset] | None = None
     val_set_size: Number | None = None
@@ -126,6 +128,8 @@ class FactoryDataset(Theirs):
 
 
 class Factory(Theirs):
+    """The structured keys of LLaMA-Factory's file."""
+
     stage: str | None = None
     finetuning_type: str | None = None
     template: str | None = None
@@ -145,7 +149,7 @@ MODELS = {"axolotl": Axolotl, "LLaMA-Factory": Factory}
 
 
 def typed(source: str, theirs: Mapping[str, Any], path: Path) -> Theirs:
-    """The file's keys with their types. Raises Refusal, with one finding a key.
+    """Read the file's keys with their types. Raises Refusal, with one finding a key.
 
     `theirs`: flat, a block's key is "block.key".
     """
@@ -160,7 +164,7 @@ def _model(source: str) -> type[Theirs]:
     """The structured keys, those of the table, and those that mean the same in a recipe."""
     base = MODELS[source]
     types = key_types()
-    fields: dict[str, Any] = {key: (_recipe_type(key, types), None) for key in same_keys(source)}
+    fields: dict[str, Any] = {key: (_recipe_type(key, types), None) for key in sorted(same_keys(source))}
     for key, row in table(source)["keys"].items():
         if "*" not in key:
             fields[key] = (_type_of_row(row, types), None)
@@ -169,7 +173,7 @@ def _model(source: str) -> type[Theirs]:
 
 
 def validated(model: type[Theirs], values: Any, path: Path, source: str, within: str = "") -> Any:
-    """An object of the model. Raises Refusal, with one finding a key. `within`: the key that holds the values."""
+    """Make an object of the model. Raises Refusal, with one finding a key. `within`: the key that holds the values."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -187,7 +191,7 @@ def _wrong_type(key: str, message: str, path: Path, source: str) -> Finding:
 
 @cache
 def same_keys(source: str) -> set[str]:
-    """Keys that are not in the trainer's table and mean the same in a recipe."""
+    """Name the keys that are not in the trainer's table and mean the same in a recipe."""
     if source != "LLaMA-Factory":  # of axolotl's keys none is transformers' by itself: its table lists them
         return set()
     from transformers import TrainingArguments
