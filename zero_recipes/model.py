@@ -18,8 +18,10 @@ from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import NAMES
 from zero_recipes.core.findings import Finding, Refusal, finding, library_error_as_finding, raise_errors, refusal
 from zero_recipes.engine.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
+from zero_recipes.engine.faults.four_bit_on_cpu import keep_4bit_layout
+from zero_recipes.engine.faults.leaf_modules_of_adapters import let_inputs_have_gradients
+from zero_recipes.engine.faults.unfrozen_parameters import freeze_as_the_class_does
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
-from zero_recipes.engine.patches import freeze_as_the_class_does, keep_4bit_layout, let_inputs_have_gradients
 
 
 def load_config(settings: Settings) -> PretrainedConfig:

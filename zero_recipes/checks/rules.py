@@ -22,7 +22,7 @@ from zero_recipes.config.run import Run
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.data.audit import RowKeys
-from zero_recipes.engine.fp32_parameters import fp32_parameters
+from zero_recipes.engine.faults.fp32_parameters import fp32_parameters
 from zero_recipes.engine.fsdp import has_final_norm
 from zero_recipes.engine.huggingface import attention_kernel
 from zero_recipes.model import adapter_config, built_or_none, packed_share
@@ -214,7 +214,7 @@ def packs_without_mask(settings: Settings, precision: str, kind: str | None) -> 
 
 
 def rounded_parameters(run: Run) -> Iterator[Finding]:
-    """Of those that the model's class keeps in fp32 (engine/fp32_parameters.py)."""
+    """Of those that the model's class keeps in fp32 (engine/faults/fp32_parameters.py)."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     model = bare_model(run)
     if dtype is None or model is None:
