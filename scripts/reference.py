@@ -1,8 +1,9 @@
 """Write what the reference pages take from the code: python scripts/reference.py
 
-docs/codes.md from core/findings.yaml; docs/library_faults.md from the docstrings in engine/faults and speed; the table of docs/metrics.md and docs/metrics.schema.json from the models of
-metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a recipe; the tables
-of docs/recipes.md from the recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json in benchmarks/results.
+docs/codes.md from core/findings.yaml; docs/library_faults.md from the docstrings in engine/faults and engine/speed; the
+table of docs/metrics.md and docs/metrics.schema.json from the models of metrics.json; the table of docs/recipe.md and
+recipes/schema.json from the dataclasses that parse a recipe; the tables of docs/recipes.md from the recipes, and
+recipe_plans.json, gpu_h200.json and rehearsals.json in benchmarks/results.
 Exits 1 where a file changed.
 """
 
@@ -40,8 +41,8 @@ recipe makes the error a warning. <Angle brackets> stand for values of the run.
 """
 FAULTS = """# Faults of libraries
 
-What was found wrong in DeepSpeed, TRL, transformers, accelerate, PEFT, datasets, torch and bitsandbytes, in the versions
-named, and what zero-recipes does about it. Each fault begins with what you see.
+What was found wrong in DeepSpeed, TRL, transformers, accelerate, PEFT, datasets, torch and bitsandbytes, in the
+versions named, and what zero-recipes does about it. Each fault begins with what you see.
 
 To see a fault with the libraries alone, write its program into a file and run `torchrun --nproc_per_node 1 FILE`, or
 with 2 where it needs two processes. It ends without an error where the fault is there. Programs for CPUs are run by

@@ -82,8 +82,8 @@ def losses_of_shared_weight(is_patched: bool) -> list[float]:
 
 
 def masters_of_uneven_parts() -> list[float]:
-    """The fp32 master of three elements on all ranks, set from a whole tensor."""
-    model = nn.Linear(3, 1, bias=False)
+    """The fp32 master of five elements on all ranks, set from a whole tensor."""
+    model = nn.Linear(5, 1, bias=False)
     stage_3(model)
-    set_state(model.weight, "fp32", torch.tensor([[1.0, 2.0, 3.0]]))
+    set_state(model.weight, "fp32", torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]))
     return deepspeed.utils.safe_get_full_fp32_param(model.weight).flatten().tolist()

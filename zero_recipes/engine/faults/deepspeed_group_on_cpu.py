@@ -15,6 +15,7 @@ See it: one CPU
     config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
     TrainingArguments("/tmp/out", use_cpu=True, deepspeed=config).device
     from deepspeed import comm
+
     assert not comm.is_initialized()
 """
 

@@ -13,18 +13,32 @@ See it: one CPU
     import torch
     from transformers import Trainer, TrainingArguments
 
+
     class Line(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.weight, self.calls = torch.nn.Parameter(torch.zeros(1)), 0
+
         def forward(self, x, labels=None):
             self.calls += 1
             return {"loss": (self.weight * x).sum()}
+
+
     class Three(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter([{"x": torch.ones(1)}] * 3)
-    args = TrainingArguments("/tmp/out", max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=1,
-                             remove_unused_columns=False, report_to="none", save_strategy="no", use_cpu=True)
+
+
+    args = TrainingArguments(
+        "/tmp/out",
+        max_steps=2,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=1,
+        remove_unused_columns=False,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+    )
     trainer = Trainer(Line(), args, train_dataset=Three())
     trainer.train()
     assert trainer.model.calls > 4, "two steps of two rows take five"

@@ -13,9 +13,12 @@ See it: one CPU
     import torch
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+
     class Call:
         def __reduce__(self):
             return os.putenv, ("CALLED", "1")
+
+
     torch.save({"module": Call()}, path := tempfile.mkdtemp() + "/mp_rank_00_model_states.pt")
     print(TorchCheckpointEngine().load(path))  # os.putenv has run
 """

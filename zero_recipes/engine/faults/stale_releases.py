@@ -20,9 +20,13 @@ See it: one CPU
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
     gathered = []
     gather = Coordinator._PartitionedParameterCoordinator__all_gather_params_
+
+
     def counted(self, params, *arguments, **keywords):
         gathered[-1] += sum(p.ds_numel for p in params if p.ds_status.name == "NOT_AVAILABLE")
         gather(self, params, *arguments, **keywords)
+
+
     Coordinator._PartitionedParameterCoordinator__all_gather_params_ = counted
     for step in range(-4, 6):
         gathered.append(0)

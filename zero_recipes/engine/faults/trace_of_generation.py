@@ -15,10 +15,14 @@ See it: two processes, a model, and rows of text
 
     args = SFTConfig(deepspeed="zero3.json", max_steps=4, per_device_train_batch_size=1)
     trainer = SFTTrainer("Qwen/Qwen3-0.6B", args=args, train_dataset=rows)
+
+
     class Answer(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, processing_class=None, **_):
             prompt = processing_class("Hello", return_tensors="pt").to(model.device)
             model.generate(**prompt, max_new_tokens=4, synced_gpus=True)
+
+
     trainer.add_callback(Answer())
     trainer.train()
 """
