@@ -24,7 +24,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTTrainer
 
-from zero_recipes.engine import attention, patches
+from zero_recipes.engine import attention
+from zero_recipes.engine.faults.stage_0_first_step import fresh_adam_at_stage_0
+from zero_recipes.engine.speed import supervised_positions
 
 Batch = dict[str, torch.Tensor]
 READ_BY_A_MODEL = ("input_ids", "attention_mask", "position_ids")
@@ -104,7 +106,7 @@ class FreshAdam(TrainerCallback):
     """What a recipe's run does at stage 0."""
 
     def on_train_begin(self, args, state, control, optimizer=None, **keywords):
-        patches.fresh_adam_at_stage_0(getattr(optimizer, "optimizer", None))
+        fresh_adam_at_stage_0(getattr(optimizer, "optimizer", None))
 
 
 def of_trainer(job: dict, seen: Seen, program: str) -> None:
@@ -121,7 +123,7 @@ def of_trainer(job: dict, seen: Seen, program: str) -> None:
         with watched(seen, keep_batches=True):
             cases.train([str(Path(job["folder"]) / "recipe.yaml"), *argv])
         return
-    # DeepSpeed's stage 0 counts a step too many (engine/patches.py); left in, the loss would be another
+    # DeepSpeed's stage 0 counts a step too many (faults/stage_0_first_step.py); left in, the loss would be another
     with watched(seen, FreshAdam()):
         sft.main(*sft.make_parser().parse_args_and_config(argv, fail_with_unknown_args=False))
 
@@ -138,7 +140,7 @@ def engine(job: dict, seen: Seen, model, fed: Seen, by_default: bool) -> None:
         known["zero_optimization"] = {key: config["zero_optimization"][key] for key in kept}
     optimizer = adam(model, config, job)
     seen.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=known)
-    if job["strategy"] == "zero0":  # DeepSpeed 0.19.8 has taken a step without gradients (engine/patches.py)
+    if job["strategy"] == "zero0":  # DeepSpeed 0.19.8 has taken a step without gradients (faults/stage_0_first_step.py)
         for state in optimizer.state.values():
             state["step"].zero_()
     ranks, each = dist.get_world_size(), job["accumulation"]
@@ -230,7 +232,7 @@ def run(program: str, job: dict, turn: Callable[[], None] = lambda: None) -> dic
     processes of their own give the batches on in the file job["kept"]."""
     torch.manual_seed(0)
     seen = Seen(job["device"], turn)
-    patches.score_supervised_positions_only(False)  # what the recipe had of them before is no other program's
+    supervised_positions.apply(False)  # what the recipe had of them before is no other program's
     attention.attend_by_row(False)
     if program in job:
         of_trainer(job, seen, program)

@@ -1,8 +1,9 @@
 """Write what the reference pages take from the code: python scripts/reference.py
 
-docs/codes.md from core/findings.yaml; the table of docs/metrics.md and docs/metrics.schema.json from the models of
-metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a recipe; the tables
-of docs/recipes.md from the recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json in benchmarks/results.
+docs/codes.md from core/findings.yaml; docs/library_faults.md from the docstrings in engine/faults and engine/speed; the
+table of docs/metrics.md and docs/metrics.schema.json from the models of metrics.json; the table of docs/recipe.md and
+recipes/schema.json from the dataclasses that parse a recipe; the tables of docs/recipes.md from the recipes, and
+recipe_plans.json, gpu_h200.json and rehearsals.json in benchmarks/results.
 Exits 1 where a file changed.
 """
 
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.recipe_plans import in_words  # noqa: E402
+from scripts.library_faults import Fault, read_faults  # noqa: E402
 from zero_recipes.config import keys  # noqa: E402
 from zero_recipes.config.keys import UNTYPED, accepted_types  # noqa: E402
 from zero_recipes.core import findings  # noqa: E402
@@ -37,6 +39,23 @@ CODES = """# Codes
 loads weights. `zero-recipes explain ZR104` prints cause, fix and an example. "Can be ignored": `ignore: [ZR608]` in a
 recipe makes the error a warning. <Angle brackets> stand for values of the run.
 """
+FAULTS = """# Faults of libraries
+
+What was found wrong in DeepSpeed, TRL, transformers, accelerate, PEFT, datasets, torch and bitsandbytes, in the
+versions named, and what zero-recipes does about it. Each fault begins with what you see.
+
+To see a fault with the libraries alone, write its program into a file and run `torchrun --nproc_per_node 1 FILE`, or
+with 2 where it needs two processes. It ends without an error where the fault is there. Programs for CPUs are run by
+`make canary` with the newest releases. Those that need a GPU, a model or rows are for reading.
+"""
+SLOW = """
+## Slow, not wrong
+
+Results are the same with and without these changes. [Performance](performance.md#what-a-step-asks-of-the-device) has
+what some of them bring.
+"""
+LIBRARY = re.compile(r"^[A-Za-z]+")
+ISSUE = re.compile(r"\b([\w-]+/[\w-]+)#(\d+)")
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED_AS = {"pythia": "pythia-6.9b", "pythia-410m": "pythia-410m"}  # recipe: model of gpu_h200.json
 REHEARSED = {  # phase that is timed: its column
@@ -60,6 +79,7 @@ def main() -> int:
     recipes = with_table((DOCS / "recipes.md").read_text(), list(recipe_rows()))
     files = {
         DOCS / "codes.md": codes(),
+        DOCS / "library_faults.md": library_faults(),
         DOCS / "metrics.md": with_table((DOCS / "metrics.md").read_text(), list(metrics_rows(Metrics))),
         DOCS / "metrics.schema.json": metrics_schema(),
         DOCS / "recipe.md": with_table((DOCS / "recipe.md").read_text(), list(key_rows())),
@@ -105,6 +125,42 @@ def codes() -> str:
 def by_area(code: str) -> tuple[str, int]:
     """To sort codes: ZR2001 belongs to area 2, and comes after ZR299."""
     return code[2], int(code[2:])
+
+
+def library_faults() -> str:
+    """A table of all faults, then each with its program, by library; then what is slow."""
+    by_library: dict[str, list[Fault]] = {}
+    for fault in read_faults("faults"):
+        library = LIBRARY.match(fault.library)[0]
+        by_library.setdefault(library, []).append(fault)
+    rows = ["| library | what you see | upstream |\n| --- | --- | --- |\n"]
+    texts = []
+    for library, faults in sorted(by_library.items(), key=lambda entry: entry[0].lower()):
+        texts.append(f"\n## {library}\n")
+        for fault in faults:
+            issues = " ".join(issue_links(fault.upstream)) or "none found"
+            rows.append(f"| {library} | [{fault.symptom}](#{fault.name}) | {issues} |\n")
+            texts.append(fault_text(fault))
+    slow = [f"\n- {fault.symptom} {fault.here} ({fault.library})" for fault in read_faults("speed")]
+    return "".join([FAULTS, "\n", *rows, *texts, SLOW, *slow, "\n"])
+
+
+def fault_text(fault: Fault) -> str:
+    """A fault's part of the page."""
+    upstream = ISSUE.sub(r"[\1#\2](https://github.com/\1/issues/\2)", fault.upstream)
+    parts = [
+        f"\n### {fault.symptom} {{ #{fault.name} }}",
+        fault.what,
+        f"- **Library:** {fault.library}\n- **Upstream:** {upstream}.\n- **Here:** {fault.here}"
+        f" (`zero_recipes/engine/faults/{fault.name}.py`)\n- **To see it:** {fault.needs}.",
+        f"```python\n{fault.program}\n```\n",
+    ]
+    return "\n\n".join(parts)
+
+
+def issue_links(text: str) -> list[str]:
+    """Links to the issues that a text names: deepspeedai/DeepSpeed#7533."""
+    return [f"[{name}#{number}](https://github.com/{name}/issues/{number})" for name, number in ISSUE.findall(text)]
 
 
 def escaped(text: str) -> str:

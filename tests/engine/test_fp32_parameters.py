@@ -13,7 +13,7 @@ from tests.helpers import cases, family_cases
 from tests.helpers.faults import ds_config
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, write_recipe
-from zero_recipes.engine.patches import freeze_as_the_class_does
+from zero_recipes.engine.faults.unfrozen_parameters import freeze_as_the_class_does
 from zero_recipes.model.build import build_on_meta
 from zero_recipes.tools.reshard import reshard
 
@@ -138,7 +138,7 @@ def test_those_of_a_frozen_base_are_kept_too(two, recipe, expected, tmp_path, st
 @pytest.mark.private
 @pytest.mark.parametrize("strategy", ["zero0", "zero2", "zero3"])
 def test_deepspeed_alone_would_round_them(two, recipe, tmp_path, strategy):
-    """Fails when DeepSpeed keeps parameters: then remove engine/fp32_parameters.py."""
+    """Fails when DeepSpeed keeps parameters: then remove engine/faults/fp32_parameters.py."""
     argv = arguments(recipe, strategy, tmp_path, "--learning_rate", "0")
     two.run(family_cases.train_as_deepspeed_casts, argv=argv)
     before = kept_in(recipe.parent / "model")
@@ -147,7 +147,7 @@ def test_deepspeed_alone_would_round_them(two, recipe, tmp_path, strategy):
 
 @pytest.mark.private
 def test_from_pretrained_alone_would_train_what_the_class_freezes(recipe):
-    """Fails when transformers keeps requires_grad: then remove patches.freeze_as_the_class_does."""
+    """Fails when transformers keeps requires_grad: then remove faults/unfrozen_parameters.py."""
     model = AutoModelForCausalLM.from_pretrained(recipe.parent / "model", dtype=torch.bfloat16)
     assert all(p.requires_grad for p in model.parameters())
     freeze_as_the_class_does(model, build_on_meta(model.config))

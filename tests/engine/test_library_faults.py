@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers import cases, step_cases
+from tests.helpers import cases, fault_cases, step_cases
 from tests.helpers.group import CaseFailed
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, named, write_recipe
@@ -38,7 +38,7 @@ def test_generation_at_stage_3_needs_its_trace_forgotten(two, tmp_path):
 
 @pytest.mark.grid
 def test_samples_before_training_make_no_step_gather_twice(two, tmp_path):
-    """Fails without the patch no more when DeepSpeed has fixed it: forget_releases_with_the_trace may go."""
+    """Fails without the patch no more when DeepSpeed has fixed it: faults/stale_releases.py may go."""
     recipe = write_recipe(tmp_path, max_steps=10)
     argv = [str(recipe), *named("zero3"), "--overwrite", "true", "--output_dir", str(tmp_path / "out")]
     asked = [*argv, "--sample_prompts", "3", "--sample_max_new_tokens", "6"]
@@ -47,6 +47,30 @@ def test_samples_before_training_make_no_step_gather_twice(two, tmp_path):
     found = two.run(step_cases.sent_a_step, argv=asked, patched=True)[0]
     assert {name: found[name] for name in plain} == plain, found  # beside it a flag where the order is recorded anew
     assert faulty["all_gather"] > 1.5 * plain["all_gather"] and faulty["reduce_scatter"] == plain["reduce_scatter"]
+
+
+def test_a_step_after_generation_gathers_the_model_once(two):
+    """Two steps record the order anew; the last steps go by it. Unpatched: by the order of generation."""
+    for found in two.run(fault_cases.gathered_after_generation, is_patched=True):
+        assert found[-2:] == [1, 1], found
+    for found in two.run(fault_cases.gathered_after_generation, is_patched=False):
+        assert found[-2:] == [2, 2], "faults/stale_releases.py may go"
+
+
+# DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: what speed/releases.py replaces
+
+
+def test_a_weight_that_an_outer_module_still_uses_is_not_released(one):
+    """By the module within, whose forward pass has ended."""
+    plain, patched = (one.run(fault_cases.losses_of_shared_weight, is_patched=each)[0] for each in (False, True))
+    assert patched == plain and len(set(plain)) == 4
+
+
+# DeepSpeed 0.19.8, runtime/zero/stage3.py: the last rank's part is padded
+
+
+def test_a_master_is_set_whole_where_the_ranks_do_not_divide_it(two):
+    assert two.run(fault_cases.masters_of_uneven_parts) == [[1, 2, 3, 4, 5]] * 2
 
 
 # TRL 1.16, kernels/chunked_logprob.py: its fused LM head in a model that is compiled as a whole, at stage 3
@@ -71,10 +95,10 @@ def test_stage_3_is_compiled_by_layers(one, tmp_path):
 
 @pytest.mark.private
 def test_stage_3_cannot_be_compiled_as_a_whole(one, tmp_path):
-    """Fails when TRL's fused head and DeepSpeed no longer collide: then remove compile_by_layers."""
+    """Fails when TRL's fused head and DeepSpeed no longer collide: then remove compiled_at_stage_3."""
     argv = compiled(tmp_path)
     with pytest.raises(CaseFailed, match="modified by an inplace operation"):
-        one.run(cases.train, argv=argv, left_out="zero_recipes.engine.patches.compile_by_layers")
+        one.run(cases.train, argv=argv, left_out="zero_recipes.engine.faults.compiled_at_stage_3.apply")
 
 
 # deepspeedai/DeepSpeed#7533: the other ranks' time is over while one saves
@@ -90,7 +114,7 @@ def test_a_model_that_takes_longer_to_write_than_a_collective_may_is_saved(two, 
 
 @pytest.mark.parametrize("patched", [True, pytest.param(False, marks=pytest.mark.private)])
 def test_deepspeeds_own_groups_have_the_time_of_the_run(two, tmp_path, patched):
-    """Unpatched it fails when DeepSpeed hands its timeout on: then patches.patch_timeouts may go."""
+    """Unpatched it fails when DeepSpeed hands its timeout on: then faults/group_timeouts.py may go."""
     recipe = write_recipe(tmp_path, max_steps=1)
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--ddp_timeout", "4321", *named("zero2")]
     made = set(two.run(step_cases.timeouts, argv=argv, patched=patched)[1])

@@ -9,7 +9,7 @@ from tests.helpers.seeded import grid
 @pytest.mark.parametrize("stage", [grid(1), 2, 3])
 def test_the_norm_alone_skips_the_same_steps_and_has_the_same_value(two, stage):
     """One rank's gradient is infinite, then NaN. Fails when DeepSpeed's own step costs no more: then remove
-    patches.quicken_stages_1_and_2 or patches.quicken_norms_of_stage_3."""
+    speed/norms.py's part for that stage."""
     ranks = two.run(norm_cases.patched_and_not, stage=stage)
     for case, (own, ours) in ranks[0].items():
         assert [step["skipped"] for step in own] == [step in norm_cases.BAD for step in range(norm_cases.STEPS)], case
@@ -26,6 +26,6 @@ def test_the_norm_alone_skips_the_same_steps_and_has_the_same_value(two, stage):
 
 
 def test_a_rank_that_has_padding_alone_trains_on(two):
-    """engine/patches.py copy_gradients_at_once: torch copies no empty lists."""
+    """engine/speed/gradient_copies.py: torch copies no empty lists."""
     plain, patched = (two.run(norm_cases.trained_scalar, is_patched=is_patched) for is_patched in (False, True))
     assert patched == plain and patched[0] == patched[1] and len(set(patched[0])) == 3

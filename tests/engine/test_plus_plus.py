@@ -13,7 +13,7 @@ from tests.helpers.quantizer_on_cpu import refuse_reduced, refuse_swizzled
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import NEVER_KEPT, ROOT, write_model, write_recipe
 from zero_recipes.core.zero_paper import PLUS_PLUS, paper_volume, plus_plus_units
-from zero_recipes.engine.patches import quantized_shape
+from zero_recipes.engine.faults.quantized_gradients import quantized_shape
 
 STEPS = 6
 LOSS_GAP = 0.02  # of the loss, for int8 weights and int4 gradients; hpZ moves no number

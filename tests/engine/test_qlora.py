@@ -13,7 +13,7 @@ from tests.helpers.family_cases import sha256_of
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import named, write_model, write_rows
 from zero_recipes.engine.deepspeed import packed_weights
-from zero_recipes.engine.patches import keep_4bit_layout
+from zero_recipes.engine.faults.four_bit_on_cpu import keep_4bit_layout
 from zero_recipes.metrics.read_runs import read_samples
 from zero_recipes.tools import main as cli
 
@@ -136,14 +136,15 @@ def test_what_is_asked_and_exported_is_the_adapter_on_4_bit_weights(two, model, 
 
 @pytest.mark.private
 def test_keeping_the_adapters_dtype_is_still_needed(two, model, runs, tmp_path):
-    """Fails when PEFT leaves bf16 as it is on resume: then remove patches.adapter_dtypes_kept."""
-    found = resumed(two, model, runs, "ddp", tmp_path, left_out="zero_recipes.engine.patches.adapter_dtypes_kept")
+    """Fails when PEFT leaves bf16 as it is on resume: then remove faults/adapter_loaded_in_fp32.py."""
+    left_out = "zero_recipes.engine.faults.adapter_loaded_in_fp32.adapter_dtypes_kept"
+    found = resumed(two, model, runs, "ddp", tmp_path, left_out=left_out)
     assert found != history(runs["ddp"][1])
 
 
 @pytest.mark.private
 def test_keeping_the_layout_is_still_needed():
-    """Fails when an evaluation no longer takes training's gradients: then remove patches.keep_4bit_layout."""
+    """Fails when an evaluation no longer takes training's gradients: then remove faults/four_bit_on_cpu.py."""
     if not bnb.functional.has_avx512bf16():
         pytest.skip("this CPU has no AVX512-BF16: bitsandbytes packs nothing anew")
     passed = []

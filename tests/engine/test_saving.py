@@ -134,7 +134,7 @@ def test_an_adapter_with_new_tokens_has_each_weight_once(two, new_tokens, tmp_pa
     """And is what it was for PEFT, which reads no more of it than this."""
     argv = arguments(new_tokens, strategy, tmp_path / "out")
     two.run(cases.train, argv=argv)
-    left_out = "zero_recipes.engine.patches.trained_modules_saved_once"
+    left_out = "zero_recipes.engine.faults.trained_modules_saved_twice.trained_modules_saved_once"
     two.run(cases.train, argv=arguments(new_tokens, strategy, tmp_path / "peft"), left_out=left_out)
     saved, by_peft = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "peft"))
     size = len(AutoTokenizer.from_pretrained(tmp_path / "out"))

@@ -39,7 +39,7 @@ def test_no_prompt_is_scored_and_the_run_trains_the_same(two, tmp_path, strategy
         argv = [str(path), "--output_dir", str(tmp_path / str(only)), "--supervised_logits_only", str(only).lower()]
         ranks = two.run(step_cases.train_scored, argv=[*argv, *named(strategy)])
         for rank in ranks:
-            # where TRL itself leaves prompts out on CPUs, patches.score_supervised_positions_only must go
+            # where TRL itself leaves prompts out on CPUs, speed/supervised_positions.py must go
             assert rank["scored"] == (rank["supervised"] if only else rank["positions"])
             assert 0 < sum(rank["supervised"]) < 0.9 * sum(rank["positions"])
         found[only] = ranks[0]["metrics"]

@@ -5,7 +5,7 @@ import copy
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from zero_recipes.engine.cpu_adam import repeat_steps_of_cpu_adam
+from zero_recipes.engine.faults.cpu_adam_after_resume import repeat_steps_of_cpu_adam
 
 STEPS = 40
 RESUMED_AT = 20

@@ -21,10 +21,10 @@ import run_sft
 from tests.helpers import quantizer_on_cpu
 from tests.helpers.cases import train
 from tests.helpers.tools import before, without, without_rules
-from zero_recipes.engine import fp32_parameters, fsdp
+from zero_recipes.engine import fsdp
 from zero_recipes.engine.deepspeed import packed_weights
+from zero_recipes.engine.faults import fp32_parameters, fsdp_rounded_loss, quantized_gradients
 from zero_recipes.engine.nvme import SWAPPED
-from zero_recipes.engine.patches import patch_quantized_gradients
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 
@@ -71,7 +71,7 @@ def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
     os.environ["LOCAL_SIZE"] = "2"
     groups._ALL_TO_ALL_GROUP.clear()
     pairs = groups._get_local_all_to_all_group()
-    patch_quantized_gradients()
+    quantized_gradients.apply()
     scaled, faulty = stage3.all_to_all_quant_reduce, stage3.all_to_all_quant_reduce.unpatched
     rank, world = comm.get_rank(), comm.get_world_size()
     draw = torch.Generator().manual_seed(seed + rank)
@@ -113,7 +113,7 @@ def train_as_accelerate(argv: list[str]) -> dict:
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")
-    with mock.patch.object(fsdp, "MixedPrecisionPolicy", lambda **_: plugin.mixed_precision_policy):
+    with mock.patch.object(fsdp_rounded_loss, "MixedPrecisionPolicy", lambda **_: plugin.mixed_precision_policy):
         return train(argv)
 
 
@@ -179,6 +179,6 @@ def train_as_deepspeed_casts(argv: list[str]) -> dict:
 def train_as_accelerate_groups(argv: list[str]) -> dict:
     """`train` under FSDP2 without the final norm of a model inside an adapter."""
     find = getattr(fsdp_utils._find_final_norm, "unpatched", fsdp_utils._find_final_norm)
-    left_out = without("zero_recipes.engine.patches.gather_head_with_the_final_norm")
+    left_out = without("zero_recipes.engine.faults.fsdp_head_of_an_adapter.apply")
     with left_out, mock.patch.object(fsdp_utils, "_find_final_norm", find):
         return train(argv)

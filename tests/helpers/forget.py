@@ -13,7 +13,7 @@ from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepspeed.utils import groups, nvtx
+from deepspeed.utils import groups
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils import _python_dispatch
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -22,11 +22,12 @@ from trl.trainer import utils as trl_utils
 
 from zero_recipes.core.process import remember_signals
 from zero_recipes.engine import attention
-from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.deepspeed import COLLECTIVES, communication_backend
+from zero_recipes.engine.speed.cpu_products import multiply_in_fp32
+from zero_recipes.engine.speed.cudnn_plans import allow_cudnn
 
 REPLACED = (  # for good, with the first run that needs it
-    # by zero_recipes/engine/patches.py and huggingface.py
+    # by zero_recipes/engine/faults and speed
     (TorchBackend, "new_group"),
     (BaseTunerLayer, "_get_base_layer_device_and_dtype"),
     (PartitionedParameterCoordinator, "_invalidate_trace"),
@@ -35,11 +36,9 @@ REPLACED = (  # for good, with the first run that needs it
     (stage_1_and_2.DeepSpeedZeroOptimizer, "check_overflow"),
     (stage_1_and_2.DeepSpeedZeroOptimizer, "unscale_and_clip_grads"),
     (stage_1_and_2.DeepSpeedZeroOptimizer, "get_grad_norm_direct"),
-    (stage_1_and_2.DeepSpeedZeroOptimizer, "allreduce_and_copy"),
     (stage3.DeepSpeedZeroOptimizer_Stage3, "get_grad_norm_direct"),
     (stage3.DeepSpeedZeroOptimizer_Stage3, "partition_grads"),
     (partitioned_param_coordinator, "get_all_parameters"),
-    (nvtx, "enable_nvtx"),
     (trl_utils, "_use_triton"),
     (json_reader, "json_encode_field"),
     (json_reader, "json_encode_fields_in_json_lines"),
@@ -55,7 +54,7 @@ def forget_last_run() -> None:
     for owner, name, original in ORIGINALS:
         setattr(owner, name, original)
     attention.attend_by_row(False)
-    attention.allow_cudnn("cuda", True)
+    allow_cudnn("cuda", True)
     if multiply_in_fp32.cache_info().currsize:
         multiply_in_fp32()._destroy()
         multiply_in_fp32.cache_clear()

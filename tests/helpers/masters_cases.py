@@ -51,7 +51,7 @@ def beginning(argv: list[str], patched: bool = True) -> dict:
     set_state = internals.set_state
     counting = mock.patch.object(internals, "set_state", counted)
     remembering = before(ZeroSFTTrainer, "_prepare_for_training", remember)
-    left_out = without(None if patched else "zero_recipes.engine.patches.keep_precision_of_new_adapters")
+    left_out = without(None if patched else "zero_recipes.engine.faults.adapters_rounded_at_stage_3.apply")
     with left_out, counting, remembering, before(ZeroSFTTrainer, "_run_epoch", compare):
         trainer = run_sft.train(run_sft.read_run(argv))
     trainer.accelerator.wait_for_everyone()

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.forget import forget_last_run
 from tests.helpers.step_cases import fp16_on_cpu
-from zero_recipes.engine import patches
+from zero_recipes.engine.speed import gradient_copies, norms
 
 STEPS = 5
 BAD = {1: "inf", 3: "nan"}  # by step
@@ -75,7 +75,7 @@ def patched_and_not(stage: int) -> dict[str, list]:
         for is_patched in (False, True):
             forget_last_run()
             if is_patched:
-                quicken = patches.quicken_norms_of_stage_3 if stage == 3 else patches.quicken_stages_1_and_2
+                quicken = norms.apply_to_stage_3 if stage == 3 else norms.apply_to_stages_1_and_2
                 quicken()
             with fp16_on_cpu():
                 ways.append(steps(stage, precision, clip, bad_rank=1))
@@ -88,7 +88,7 @@ def trained_scalar(is_patched: bool) -> list[float]:
     """Stage 3 of one element: on the second of two ranks all of it is padding. Its value after each step."""
     forget_last_run()
     if is_patched:
-        patches.copy_gradients_at_once()
+        gradient_copies.apply()
     model = torch.nn.Linear(4, 1)
     torch.nn.init.ones_(model.weight).requires_grad_(False)
     torch.nn.init.zeros_(model.bias)

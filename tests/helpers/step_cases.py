@@ -18,9 +18,10 @@ from tests.helpers.cases import train
 from tests.helpers.ending_cases import ending
 from tests.helpers.tiny import ROOT
 from tests.helpers.tools import before, without_rules
-from zero_recipes.engine import attention, patches
-from zero_recipes.engine.cpu_products import multiply_in_fp32
+from zero_recipes.engine import attention
 from zero_recipes.engine.deepspeed import base_optimizer, flat_masters
+from zero_recipes.engine.faults.stage_0_first_step import fresh_adam_at_stage_0
+from zero_recipes.engine.speed.cpu_products import multiply_in_fp32
 from zero_recipes.training import token_loss
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
@@ -138,7 +139,7 @@ def timeouts(argv: list[str], patched: bool) -> list[float]:
 
     known = set(distributed_c10d._world.pg_map)
     groups._WORLD_GROUP = None  # DeepSpeed 0.19.8, utils/groups.py: made once for a process
-    train(argv, None if patched else "zero_recipes.engine.patches.patch_timeouts")
+    train(argv, None if patched else "zero_recipes.engine.faults.group_timeouts.apply")
     groups._WORLD_GROUP = None
     made = set(distributed_c10d._world.pg_map) - known
     backends = [group._get_backend(torch.device("cpu")) for group in made]
@@ -167,7 +168,7 @@ def train_with_a_slow_writer(argv: list[str]) -> None:
 
 def sent_a_step(argv: list[str], patched: bool) -> dict[str, int]:
     """Bytes of one optimizer step by collective. Unpatched: stage 3 keeps its answers when the trace is dropped."""
-    left_out = None if patched else "zero_recipes.engine.patches.forget_releases_with_the_trace"
+    left_out = None if patched else "zero_recipes.engine.faults.stale_releases.apply"
     return train(argv, left_out)["metrics"]["communication_bytes_per_step"]
 
 
@@ -183,7 +184,7 @@ def fresh_adam() -> dict:
             config={"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
         )
         if name == "fresh":
-            patches.fresh_adam_at_stage_0(optimizer)
+            fresh_adam_at_stage_0(optimizer)
         groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
         same = [torch.equal(m, w.float()) for masters, weights in groups for m, w in zip(masters, weights, strict=True)]
         steps = max(float(tensors["step"]) for tensors in optimizer.state.values())

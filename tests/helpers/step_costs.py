@@ -24,7 +24,8 @@ from trl import SFTTrainer
 import run_sft
 from tests.helpers.tools import before
 from zero_recipes.config import ds_config
-from zero_recipes.engine import attention, patches
+from zero_recipes.engine import attention
+from zero_recipes.engine.speed import gradient_copies, module_walks, norms, releases
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
 aten = torch.ops.aten
@@ -161,13 +162,12 @@ def as_before(*changes: str) -> Iterator[None]:
 
 CHANGES = {
     "copies": [(ds_config, "_fill_copies", lambda *_: None)],
-    "each": [(patches, "copy_gradients_at_once", lambda: None)],
+    "each": [(gradient_copies, "apply", lambda: None)],
     "linear": [(ds_config, "_fill_linear_layers", lambda *_: None)],
-    "marks": [(patches, "mark_calls_for_profilers_alone", lambda: None)],
-    "norm": [(patches, name, lambda: None) for name in ("quicken_stages_1_and_2", "quicken_norms_of_stage_3")],
+    "norm": [(norms, name, lambda: None) for name in ("apply_to_stages_1_and_2", "apply_to_stage_3")],
     "reads": [(ZeroSFTTrainer, name, getattr(SFTTrainer, name)) for name in ("_clip_grad_norm", "_get_grad_norm")],
-    "releases": [(patches, "release_without_messages", lambda: None)],
-    "walks": [(patches, "walk_through_modules_once", lambda: None)],
+    "releases": [(releases, "apply", lambda: None)],
+    "walks": [(module_walks, "apply", lambda: None)],
     "rows": [(attention, "attend_by_row", lambda *_: None)],
 }
 

@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero_recipes.engine import attention
+from zero_recipes.engine.speed.cudnn_plans import allow_cudnn
 
 
 @pytest.fixture
@@ -16,11 +17,11 @@ def cudnn():
 
 
 def test_cudnns_attention_is_switched_off_on_cuda_alone(cudnn):
-    attention.allow_cudnn("cpu", False)
+    allow_cudnn("cpu", False)
     assert cudnn()
-    attention.allow_cudnn("cuda", False)
+    allow_cudnn("cuda", False)
     assert not cudnn()
-    attention.allow_cudnn("cuda", True)
+    allow_cudnn("cuda", True)
     assert cudnn()
 
 

@@ -1,15 +1,15 @@
-"""16-bit matrix products on a CPU without instructions for them (engine/cpu_products.py), in a process of its own."""
+"""16-bit matrix products on a CPU without instructions for them, in a process of its own."""
 
 import subprocess
 import sys
 
 import pytest
 
-from zero_recipes.engine import cpu_products
+from zero_recipes.engine.speed import cpu_products
 
 PRODUCTS = """
 import torch
-from zero_recipes.engine import cpu_products
+from zero_recipes.engine.speed import cpu_products
 
 cpu_products.slow_dtypes = lambda: frozenset([torch.bfloat16])  # on any CPU
 torch.manual_seed(0)

@@ -15,8 +15,8 @@ from hypothesis import strategies as draw
 from tests.helpers import fake_cuda, flash_stand_in
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.engine.deepspeed import state_bytes
+from zero_recipes.engine.faults.quantized_gradients import scale_for_fp16
 from zero_recipes.engine.huggingface import attention_name
-from zero_recipes.engine.patches import scale_for_fp16
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from tests.helpers.tiny import ROOT, llama_config, write_llama, write_rows
 from zero_recipes.checkpoint.save import write_checksums
 from zero_recipes.data.forms import alpaca_prompt
-from zero_recipes.engine.patches import keep_4bit_layout
+from zero_recipes.engine.faults.four_bit_on_cpu import keep_4bit_layout
 from zero_recipes.metrics.read_runs import SampleRow
 from zero_recipes.tools import export
 from zero_recipes.tools.main import main

@@ -9,7 +9,7 @@ from transformers import Ernie4_5_MoeConfig, T5Config, T5ForConditionalGeneratio
 
 from tests.helpers.faults import MASTERS, NVME, ds_config, findings_in, found_in, zero
 from tests.helpers.tiny import llama_config, write_recipe
-from zero_recipes.engine.fp32_parameters import fp32_parameters, group_by_dtype
+from zero_recipes.engine.faults.fp32_parameters import fp32_parameters, group_by_dtype
 
 SIZES = {"vocab_size": 1031, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "moe_num_experts": 4}
 FSDP2 = {"fsdp": True}

@@ -28,7 +28,7 @@ from zero_recipes.checkpoint.save import begin_checkpoint
 from zero_recipes.core import findings
 from zero_recipes.core.findings import REFUSAL_FILE, UNFINISHED, Finding, PeerFailed, Refusal, finding, print_ending
 from zero_recipes.core.process import PhaseClock
-from zero_recipes.engine import fsdp
+from zero_recipes.engine.faults.failed_shards import failures_raised
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.failure import (
     REFUSAL,
@@ -326,7 +326,7 @@ def test_a_fault_in_a_save_is_no_fault_of_the_disk(tmp_path, monkeypatch):
 def test_a_failed_save_of_shards_is_an_exception_of_the_rank_that_failed(monkeypatch, number, kind):
     monkeypatch.setenv("RANK", str(number))
     failures = {2: (ValueError("later"), None), 1: (OSError(errno.ENOSPC, "no room"), None)}
-    with pytest.raises(kind, match="no room"), fsdp.failures_raised():
+    with pytest.raises(kind, match="no room"), failures_raised():
         raise CheckpointException("save", failures)
 
 

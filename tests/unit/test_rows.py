@@ -223,7 +223,7 @@ def test_numbers_that_may_have_been_texts_are_refused_by_their_column(tmp_path):
 
 @pytest.mark.private
 def test_texts_beside_values_of_other_types_still_become_numbers(tmp_path):
-    """Fails when the datasets library keeps them: then read_texts_as_texts may go."""
+    """Fails when the datasets library keeps them: then faults/json_texts.py may go."""
     from datasets.packaged_modules.json import json as reader
 
     faulty = getattr(reader.json_encode_field, "unpatched", reader.json_encode_field)

@@ -16,8 +16,10 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig
 
 from tests.helpers.tiny import ROOT, llama_config
-from zero_recipes.engine.huggingface import rows_left_over
-from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, begin_epoch, tokens_repeated
+from zero_recipes.engine.faults.end_of_stream import EndlessRows
+from zero_recipes.engine.faults.rows_left_over import rows_left_over
+from zero_recipes.engine.faults.sampler_epochs import begin_epoch
+from zero_recipes.training.token_loss import TokenMetrics, tokens_repeated
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
 

@@ -16,7 +16,7 @@ from zero_recipes.data.load import load_splits
 
 @pytest.mark.private
 def test_loading_by_class_is_still_needed(tmp_path):
-    """Fails when transformers renames on resume: then remove patches.load_weights_by_class."""
+    """Fails when transformers renames on resume: then remove faults/renamed_weights.py."""
     model = AutoModelForCausalLM.from_pretrained(ROOT / "tiny_world" / "base")
     model.save_pretrained(tmp_path)
     assert model.load_state_dict(load_file(tmp_path / "model.safetensors"), False).missing_keys == ["lm_head.weight"]

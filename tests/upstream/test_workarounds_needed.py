@@ -3,25 +3,17 @@
 import importlib
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from accelerate.state import GradientState
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from deepspeed.runtime.zero import partitioned_param_coordinator
-from deepspeed.runtime.zero.utils import defragment
-from deepspeed.utils import nvtx
 from peft import LoraConfig, get_peft_model
-from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from zero_recipes.engine.deepspeed import _LAYOUTS, state_bytes
-from zero_recipes.engine.patches import mark_calls_for_profilers_alone, walk_through_modules_once
+from zero_recipes.engine.speed import module_walks
 
 pytestmark = pytest.mark.private
 SITE = Path(transformers.__file__).parents[1]
@@ -34,17 +26,17 @@ CITED = [
     ("transformers/modeling_utils.py", "                unexpected_keys=set(),\n", "model.py refuse_other_keys"),
     ("deepspeed/runtime/zero/stage3.py", "fp32_opt_state_partition.numel() * my_rank,", "checkpoint/resume.py _set"),
     ("deepspeed/runtime/zero/partition_parameters.py", 'print_rank_0(f"Before Partitioning Param {param.ds_id}", force',
-     "engine/patches.py release_without_messages"),
-    ("torch/distributed/run.py", "        omp_num_threads = 1\n", "distributed/group.py set_host_threads"),
+     "speed/releases.py"),
+    ("torch/distributed/run.py", "        omp_num_threads = 1\n", "speed/host_threads.py"),
     # it takes a local rank for a process group
-    ("accelerate/state.py", 'elif int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:', "start_process_group"),
+    ("accelerate/state.py", 'elif int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:', "ddp_of_one_process"),
     ("torch/include/ATen/core/CachingHostAllocator.h", "size <= pinned_max_cached_size()", "core/host.py the limit"),
     ("deepspeed/runtime/comm/coalesced_collectives.py", "max(tensor.shape[0], tensor.shape[1], global_world_size)\n",
-     "engine/patches.py quantized_shape"),
+     "faults/quantized_gradients.py"),
     ("deepspeed/ops/csrc/quantization/swizzled_quantize.cu", "= groups / (nodes * devices_per_node);\n",
-     "engine/patches.py quantized_shape: groups that the ranks do not divide"),
+     "faults/quantized_gradients.py: groups that the ranks do not divide"),
     ("deepspeed/ops/csrc/quantization/quant_reduce.cu", "= (one_step_threads < 1024) ? one_step_threads : 1024;\n",
-     "engine/patches.py quantized_shape: groups of up to 128"),
+     "faults/quantized_gradients.py: groups of up to 128"),
     ("torch/include/ATen/core/CachingHostAllocator.h", "return c10::llvm::PowerOf2Ceil(size);", "core/host.py pinned"),
 ]  # fmt: skip
 
@@ -66,11 +58,6 @@ class Line(torch.nn.Module):
         return {"loss": (self.weight * x).sum()}
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter([{"x": torch.ones(1)}] * 3)
-
-
 def trainer(folder, rows, **arguments) -> Trainer:
     plain = {"report_to": "none", "use_cpu": True, "per_device_train_batch_size": 1, "disable_tqdm": True}
     args = TrainingArguments(str(folder), remove_unused_columns=False, **plain, **arguments)
@@ -84,27 +71,6 @@ def test_a_run_resumed_from_its_last_step_takes_one_more(tmp_path):
     resumed = trainer(tmp_path, rows, max_steps=2, save_steps=2)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
-
-
-def test_what_a_streams_end_leaves_over_is_added_to_the_next_step(tmp_path):
-    """training/token_loss.py EndlessRows: two steps of two rows take five, of a stream of three."""
-    found = trainer(tmp_path, Stream(), max_steps=2, gradient_accumulation_steps=2, save_strategy="no")
-    found.train()
-    assert found.model.calls > 4
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is what it asks for")
-def test_new_tokens_at_stage_3_ask_for_cuda():
-    """engine/patches.py read_new_tokens_without_cuda."""
-    method = TrainableTokensLayer._collect_token_weights
-    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
-        getattr(method, "unpatched", method)(None, torch.zeros(2, 2), [0], 2)
-
-
-def test_what_stage_3_lays_side_by_side_has_one_dtype():
-    """engine/patches.py one_dtype_of_what_trains."""
-    with pytest.raises(AssertionError):
-        defragment([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)])
 
 
 def test_deepspeeds_warm_up_gives_all_groups_one_rate():
@@ -128,65 +94,8 @@ def test_a_name_that_matches_nothing_is_passed_over():
     assert model.base_model.targeted_module_names == ["model.layers.0.self_attn.q_proj"]
 
 
-def test_a_sampler_by_length_draws_from_the_global_generator():
-    """training/token_loss.py begin_epoch."""
-    args = SimpleNamespace(train_sampling_strategy="group_by_length", length_column_name="length", train_batch_size=1)
-    args.gradient_accumulation_steps = 1
-    rows = [{"input_ids": [1] * n} for n in range(1, 5)]
-    sampler = Trainer._get_train_sampler(SimpleNamespace(args=args, processing_class=None, train_dataset=rows), rows)
-    assert sampler.generator is None and not hasattr(sampler, "set_epoch")
-
-
-def test_a_tied_head_that_is_a_copy_is_saved_twice():
-    """engine/patches.py without_aliases."""
-    model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True))
-    copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert "lm_head.weight" in remove_tied_weights_from_state_dict(copies, model)
-
-
-def test_rows_left_over_are_not_known_where_batches_are_skipped():
-    """engine/huggingface.py rows_left_over: of 5 rows in batches of 2 on 2 processes one is left over."""
-    loader = prepare_data_loader(DataLoader(range(5), batch_size=2), num_processes=2, process_index=0)
-    known = []
-    for each in (loader, skip_first_batches(loader, 1)):
-        for _ in each:
-            known.append(GradientState().remainder)
-    assert known[0] == 1 and known[-1] == -1
-
-
-def test_tokens_are_counted_by_rules_for_the_models_own_loss(tmp_path):
-    """engine/huggingface.py count_tokens_with_loss."""
-    assert not transformers.Gemma3nForConditionalGeneration.accepts_loss_kwargs  # counts nothing
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2))
-    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    assert not Trainer(model, args)._loss_shifts_labels, "a row's first token is counted"
-
-
-def test_an_order_by_the_epoch_is_hidden_where_batches_are_skipped():
-    """training/token_loss.py begin_epoch: batch_rebalance in an epoch that a run is resumed in."""
-    sampler = BatchSampler(range(8), 2, False)
-    sampler.set_epoch = None
-    loader = prepare_data_loader(DataLoader(range(8), batch_sampler=sampler), num_processes=1, process_index=0)
-    assert not hasattr(skip_first_batches(loader, 1).batch_sampler, "set_epoch")
-
-
-def test_deepspeed_marks_its_calls_where_no_profiler_is(monkeypatch):
-    """engine/patches.py mark_calls_for_profilers_alone."""
-    marked = []
-    monkeypatch.setattr(nvtx, "_range_push", lambda accelerator, name: marked.append(name))
-    monkeypatch.setattr(nvtx, "_range_pop", lambda accelerator: None)
-    monkeypatch.setattr(nvtx, "enable_nvtx", nvtx.enable_nvtx)  # put back at the end
-    for expected, is_patched, variable in ((1, False, None), (1, True, None), (2, True, "NVTX_INJECTION64_PATH")):
-        if variable:
-            monkeypatch.setenv(variable, "libToolsInjection64.so")
-        if is_patched:
-            mark_calls_for_profilers_alone()
-        nvtx.instrument_w_nvtx(len)(())
-        assert len(marked) == expected
-
-
 def test_deepspeed_walks_through_a_module_each_time(monkeypatch):
-    """engine/patches.py walk_through_modules_once."""
+    """engine/speed/module_walks.py."""
     name = "get_all_parameters"
     monkeypatch.setattr(partitioned_param_coordinator, name, getattr(partitioned_param_coordinator, name))
     walks = []
@@ -210,7 +119,7 @@ def test_deepspeed_walks_through_a_module_each_time(monkeypatch):
         return found
 
     assert twice(recurse=True) == [(1, 3), (2, 3)]
-    walk_through_modules_once()
+    module_walks.apply()
     assert twice(recurse=True) == [(3, 3), (3, 3)]
     assert twice(recurse=False) == [(4, 1), (5, 1)]
 

@@ -27,8 +27,8 @@ from zero_recipes.core.findings import UNFINISHED, Refusal, refusal
 from zero_recipes.core.folder_lock import HELD
 from zero_recipes.core.process import rank, say
 from zero_recipes.engine import deepspeed as internals
+from zero_recipes.engine.faults.pickled_code import not_plain
 from zero_recipes.engine.group import agree, once
-from zero_recipes.engine.huggingface import not_plain
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")

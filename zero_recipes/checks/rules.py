@@ -22,7 +22,7 @@ from zero_recipes.config.settings import Settings, loaded_dtype
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.data.audit import RowKeys
-from zero_recipes.engine.fp32_parameters import fp32_parameters
+from zero_recipes.engine.faults.fp32_parameters import fp32_parameters
 from zero_recipes.engine.fsdp import has_final_norm
 from zero_recipes.engine.huggingface import attention_kernel
 from zero_recipes.model.config import adapter_config
@@ -364,7 +364,7 @@ def packs_without_mask(settings: Settings, precision: str, kind: str | None) -> 
 
 
 def rounded_parameters(run: Run) -> Iterator[Finding]:
-    """Parameters that the model's class keeps in fp32 (engine/fp32_parameters.py), and this run rounds."""
+    """Parameters that the model's class keeps in fp32 (engine/faults/fp32_parameters.py), and this run rounds."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
     model = bare_model(run)
     if dtype is None or model is None:

@@ -19,6 +19,7 @@ from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.data.audit import TOKEN_COLUMNS, skips_preparation
 from zero_recipes.engine import huggingface
+from zero_recipes.engine.faults import json_texts
 
 Rows = Dataset | IterableDataset
 Row = dict[str, Any]
@@ -51,6 +52,7 @@ def code_digest() -> str:
     function's arguments, rows that an earlier version has converted would train in place of today's.
     """
     digest = hashlib.sha256(Path(huggingface.__file__).read_bytes())
+    digest.update(Path(json_texts.__file__).read_bytes())
     for path in sorted(Path(__file__).parent.iterdir()):
         if path.suffix in (".py", ".yaml"):
             digest.update(path.read_bytes())

@@ -35,7 +35,8 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding, first_line, library_error_as_finding, refusal
 from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
-from zero_recipes.engine.huggingface import read_texts_as_texts, single_process_env
+from zero_recipes.engine.faults import json_texts
+from zero_recipes.engine.huggingface import single_process_env
 
 PADDING_TOKENS = forms.tables()["padding"]
 SEPARATORS = ",;\t"  # of CSV files: the one that the header has most of
@@ -167,7 +168,7 @@ def _loaded(source: dict[str, Any], split: str | None, streaming: bool) -> Any:
 
     A CSV file holds texts: pandas would make the number 2101 of the text 02101, and nothing of the text NA.
     """
-    read_texts_as_texts()
+    json_texts.apply()
     return load_dataset(**source, split=split, streaming=streaming, **_csv_options(source))
 
 

@@ -15,18 +15,8 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 _FIND_ROWS = masking_utils.find_packed_sequence_indices
 
 
-def allow_cudnn(device: str, wanted: bool) -> None:
-    """Whether sdpa may take cuDNN's attention on CUDA.
-
-    On Hopper torch 2.13 takes it first. It builds a plan for every new shape (aten/src/ATen/native/cudnn/MHA.cpp):
-    packs and padded batches have a new one in each step. The same fault: modelscope/FunASR#3704.
-    """
-    if device == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(wanted)
-
-
 def has_row_kernel(device: str, precision: str) -> bool:
-    """Flash attention needs Ampere."""
+    """Whether a pack can be computed row by row here. Flash attention needs Ampere."""
     return device == "cpu" or (precision != "fp32" and torch.cuda.get_device_capability() >= (8, 0))
 
 
@@ -90,6 +80,7 @@ def _by_row(module, query, key, value, attention_mask, dropout=0.0, scaling=None
 
 
 def computed_in(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which an operator computes with this tensor: autocast's, where that is on."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 

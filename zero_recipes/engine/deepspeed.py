@@ -17,28 +17,46 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from zero_recipes.core.files import package_yaml
+from zero_recipes.engine.faults.padded_last_part import set_own_part
 from zero_recipes.engine.fsdp import local, whole_gradients
 
 # bytes of model states: memory that is kept alive (docs/metrics.md)
 
 STATE_PARTS = ("params", "grads", "optimizer")
-TABLES = package_yaml(__package__, "tables.yaml")
 
 
 class Layout(NamedTuple):
-    """Attributes of an optimizer. One that was renamed is an error."""
+    """Names of the attributes in which an optimizer of DeepSpeed keeps tensors. One that was renamed is an error."""
 
     weights: list[str]  # beside the parameters
     gradients: list[str]  # beside the parameters' own
     masters: list[str]  # in fp32
 
 
-_LAYOUTS = {name: Layout(*row) for name, row in TABLES["layouts"].items()}
+# DeepSpeed 0.19.8: zero/stage_1_and_2.py, zero/stage3.py, fp16/, bf16_optimizer.py
+_LAYOUTS = {
+    "DeepSpeedZeroOptimizer": Layout(
+        weights=["bit16_groups_flat"],
+        gradients=["averaged_gradients", "all_grad_tensors"],  # views over micro steps
+        masters=["single_partition_of_fp32_groups"],
+    ),
+    "DeepSpeedZeroOptimizer_Stage3": Layout(
+        weights=[],
+        gradients=["averaged_gradients", "grad_partitions_flat_buffer"],
+        masters=["fp32_partitioned_groups_flat"],
+    ),
+    "FP16_Optimizer": Layout(weights=[], gradients=[], masters=["fp32_groups_flat"]),
+    "FP16_UnfusedOptimizer": Layout(weights=[], gradients=[], masters=["fp32_groups"]),
+    "BF16_Optimizer": Layout(
+        weights=["bf16_groups_flat"],
+        gradients=["fp32_groups_gradients_flat"],
+        masters=["fp32_groups_flat_partition"],
+    ),
+}
 
 
 def _layout(optimizer: Any) -> Layout:
-    """Empty for a torch optimizer."""
+    """Return the layout of an optimizer: empty for a torch optimizer. TypeError for unknown ones."""
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _LAYOUTS:
             return _LAYOUTS[cls.__name__]
@@ -54,7 +72,7 @@ def state_bytes(
     offload_optimizer: bool,
     offload_param: bool,
 ) -> dict[str, int]:
-    """{"params", "grads", "optimizer", "offloaded_host"}: bytes now, on this rank.
+    """Return {"params", "grads", "optimizer", "offloaded_host"}: the bytes of model states now, on this rank.
 
     `model`: the bare module. `parameters`: its own, between two steps.
     `optimizer`: DeepSpeed's ZeRO optimizer or torch's. TypeError for others.
@@ -84,13 +102,15 @@ def state_bytes(
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Whole storages, each counted once."""
+    """Add up the bytes of the storages behind tensors, each counted once and whole."""
     storages = {tensor.untyped_storage() for tensor in tensors}  # one object for all views
     return sum(storage.nbytes() for storage in storages)
 
 
 def weight_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Stages 1 and 2: the flat 16-bit groups, with padding.
+    """Yield the tensors that hold the weights.
+
+    Stages 1 and 2: the flat 16-bit groups, with padding.
 
     Stage 3: this rank's partition; under hpZ also its part of the machine's copy (`ds_secondary_tensor`).
     """
@@ -104,22 +124,22 @@ def weight_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> 
 
 
 def is_partitioned(p: torch.nn.Parameter) -> bool:
-    """Whether stage 3 has cut it into one part a rank."""
+    """Whether stage 3 has cut a parameter into one part a rank."""
     return hasattr(p, "ds_id")
 
 
 def whole_size(p: torch.nn.Parameter) -> int:
-    """Elements on all ranks together."""
+    """Return the number of a parameter's elements on all ranks together."""
     return whole_shape(p).numel()
 
 
 def whole_shape(p: torch.nn.Parameter) -> torch.Size:
-    """The shape before partitioning."""
+    """Return the shape that a parameter had before partitioning."""
     return p.ds_shape if is_partitioned(p) else p.shape
 
 
 def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Any]]:
-    """(weight, bitsandbytes' QuantState) of every 4-bit layer: scales, and the shape before packing.
+    """Yield (weight, bitsandbytes' QuantState) of every 4-bit layer: scales, and the shape before packing.
 
     FSDP2 replaces the weights. The layer keeps the state then
     (bitsandbytes 0.50, nn/modules.py, fix_4bit_weight_quant_state_from_module).
@@ -133,7 +153,7 @@ def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter,
 
 
 def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Of 4-bit weights: no parameters, and whole on every rank."""
+    """Yield the scales of 4-bit weights, which are no parameters, and whole on every rank."""
     for _, state in packed_weights(model):
         yield from _flatten(vars(state))
         if state.nested:
@@ -141,7 +161,7 @@ def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Gradients as each stage keeps them, and the fp32 copies of DeepSpeed's step().
+    """Yield gradients as each stage keeps them, and the fp32 copies of DeepSpeed's step().
 
     From stage 2 on a parameter's own only passes through the reduce bucket.
     """
@@ -160,7 +180,7 @@ def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -
 
 
 def _gradients_outside_buckets(parameters: Sequence[torch.nn.Parameter], buckets: Iterable) -> Iterator[torch.Tensor]:
-    """Stage 1 leaves small gradients as views into their reduce bucket: they hold no memory."""
+    """Yield gradients that hold memory of their own: stage 1 leaves small ones as views into their reduce bucket."""
     reduced = set()
     for bucket in buckets:
         reduced.update(buffer.untyped_storage() for buffer in bucket.buffer)
@@ -172,7 +192,7 @@ def _gradients_outside_buckets(parameters: Sequence[torch.nn.Parameter], buckets
 
 
 def optimizer_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """fp32 masters and `optimizer.state`. Without DeepSpeed the master is the parameter itself."""
+    """Yield fp32 masters and `optimizer.state`. Without DeepSpeed the master is the parameter itself."""
     known = set(map(id, parameters))
     for master in _attributes(optimizer, _layout(optimizer).masters):
         if id(master) not in known:
@@ -190,7 +210,7 @@ def _is(optimizer: Any, name: str) -> bool:
 
 
 def base_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside accelerate's and DeepSpeed's wrappers."""
+    """Return the torch optimizer inside accelerate's and DeepSpeed's wrappers."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
@@ -208,26 +228,8 @@ def _flatten(value: Any) -> Iterator[torch.Tensor]:
             yield leaf
 
 
-def forget_trace_of_generation(engine) -> None:
-    """Stage 3: drop the order of modules that DeepSpeed recorded while the model generated.
-
-    Private: the `param_coordinator` of stage 3 and its trace (DeepSpeed 0.19.8,
-    runtime/zero/partitioned_param_coordinator.py). It prefetches parameters in the order of the last forward pass.
-    Generation passes through the LM head's module.
-    TRL's fused LM head (trl/trainer/utils.py `add_fused_lm_head`) gathers the weight itself,
-    and finds it in flight: "Cannot partition a param in flight".
-    TRL does the same in models/utils.py `add_hooks`, behind a full gather.
-    The order is recorded anew from the second step on. The first lacks the head: a LoRA's "tracing error".
-    """
-    optimizer = getattr(engine, "optimizer", None)
-    if is_stage_3(optimizer):
-        coordinator = optimizer.parameter_offload.param_coordinator
-        if not coordinator.is_invalid_trace():
-            coordinator._invalidate_trace()
-        coordinator.reset_step()
-
-
 def is_stage_3(optimizer: Any) -> bool:
+    """Whether an optimizer is DeepSpeed's of stage 3."""
     return _is(optimizer, "DeepSpeedZeroOptimizer_Stage3")
 
 
@@ -235,25 +237,18 @@ def is_stage_3(optimizer: Any) -> bool:
 
 
 def set_state(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") into place.
-
-    At stage 3 by DeepSpeed's call for a part: the one for all (0.19.8, zero/stage3.py `set_full_hp_param`)
-    ignores that the last part is padded, and fails where the world does not divide the size.
-    """
+    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") into place."""
     from deepspeed import utils
 
     state = None if key == "fp32" else key  # DeepSpeed sets the master where no state is named
-    if not is_partitioned(p):
+    if is_partitioned(p):
+        set_own_part(p, own_part(p, whole), state)
+    else:
         utils.safe_set_full_optimizer_state(p, whole, state)
-        return
-    part = torch.zeros(p.ds_tensor.numel(), dtype=whole.dtype)
-    mine = own_part(p, whole)
-    part[: mine.numel()] = mine
-    utils.safe_set_local_optimizer_state(p, part, state)
 
 
 def own_part(p: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of `whole`, flat. All of them below stage 3."""
+    """Return this rank's elements of `whole`, flat. All of them below stage 3."""
     if not is_partitioned(p):
         return whole.flatten()
     size = p.ds_tensor.numel()
@@ -292,7 +287,7 @@ def set_masters(optimizer, values: Iterable[tuple], can_be_set: bool = True) -> 
 
 
 def _masters_at_stage_0(optimizer) -> dict[int, torch.Tensor]:
-    """{id of a weight: its master}, with FusedAdam a part of a flat one. Empty at other stages."""
+    """Return {id of a weight: its master}, with FusedAdam a part of a flat one. Empty at other stages."""
     found: dict[int, torch.Tensor] = {}
     if _is(optimizer, "FP16_Optimizer"):
         for members, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
@@ -305,14 +300,14 @@ def _masters_at_stage_0(optimizer) -> dict[int, torch.Tensor]:
 
 
 def flat_masters(optimizer) -> list[torch.Tensor]:
-    """This rank's, one a group (stage 3: a sub-group)."""
+    """Return this rank's flat fp32 masters, one a group (stage 3: a sub-group). For stages 1 to 3."""
     if is_stage_3(optimizer):
         return optimizer.fp32_partitioned_groups_flat
     return optimizer.single_partition_of_fp32_groups
 
 
 def members_of_groups(optimizer) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each of `optimizer.param_groups`."""
+    """Return the parameters of each of `optimizer.param_groups`. For stages 1 to 3."""
     if not is_stage_3(optimizer):
         return [list(members) for members in optimizer.bit16_groups]
     count = 1 + max(optimizer.sub_group_to_group_id.values(), default=-1)
@@ -352,7 +347,7 @@ def make_adam_states(optimizer) -> None:
 
 
 def set_adam_step(optimizer, step: int) -> None:
-    """Each state gets its own counter: one that two groups share would count twice a step."""
+    """Set the step counter of an Adam. Each state gets its own: one that two groups share would count twice a step."""
     base = base_optimizer(optimizer)
     for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups, with integers
         counter = counters.get("step")
@@ -363,7 +358,7 @@ def set_adam_step(optimizer, step: int) -> None:
 
 
 def refresh_weights(optimizer) -> None:
-    """From the fp32 masters, as DeepSpeed does after each step."""
+    """Set the 16-bit weights from the fp32 masters, as DeepSpeed does after each step."""
     if not is_stage_3(optimizer):
         optimizer.update_lp_params()
         return
@@ -377,11 +372,39 @@ def refresh_weights(optimizer) -> None:
 
 # collectives
 
-COLLECTIVES = TABLES["collectives"]
+
+class Collective(NamedTuple):
+    """One method of DeepSpeed's backend."""
+
+    kind: str  # the collective, in metrics.json
+    full: str  # the argument with the full tensor
+    arguments: tuple[str, ...]  # all of them, in order
+
+
+# comm/torch.py, whose decorators hide the methods' signatures
+COLLECTIVES = {
+    "all_reduce": Collective("all_reduce", "tensor", ("tensor", "op", "group")),
+    "inference_all_reduce": Collective("all_reduce", "tensor", ("tensor", "op", "group")),
+    "all_reduce_coalesced": Collective("all_reduce", "tensors", ("tensors", "op", "group")),
+    "all_gather": Collective("all_gather", "tensor_list", ("tensor_list", "tensor", "group")),
+    "all_gather_into_tensor": Collective("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
+    "all_gather_base": Collective("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
+    "all_gather_coalesced": Collective("all_gather", "output_tensors", ("output_tensors", "input_tensors", "group")),
+    "reduce_scatter": Collective("reduce_scatter", "input_list", ("output", "input_list", "op", "group")),
+    "reduce_scatter_tensor": Collective(
+        "reduce_scatter", "input_tensor", ("output_tensor", "input_tensor", "op", "group")
+    ),
+    "all_to_all": Collective("all_to_all", "input_tensor_list", ("output_tensor_list", "input_tensor_list", "group")),
+    "all_to_all_single": Collective(
+        "all_to_all", "input", ("output", "input", "output_splits", "input_splits", "group")
+    ),
+    "reduce": Collective("reduce", "tensor", ("tensor", "dst", "op", "group")),
+    "broadcast": Collective("broadcast", "tensor", ("tensor", "src", "group")),
+}
 
 
 def communication_backend():
-    """The object with DeepSpeed's collectives.
+    """Return the object with DeepSpeed's collectives.
 
     Private: `cdb` and the methods of COLLECTIVES (DeepSpeed 0.19.8, comm/comm.py and comm/torch.py).
     DeepSpeed's logger (comm.py `timed_op`) waits for the device at every collective and does not know the group.

@@ -20,9 +20,11 @@ from torch.distributed.elastic.utils.store import barrier
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import PeerFailed, Refusal, RunFailed, first_line, print_ending, refusal
-from zero_recipes.core.host import Host
-from zero_recipes.core.process import local_world_size, rank
+from zero_recipes.core.process import rank
+from zero_recipes.engine.faults.ddp_of_one_process import forget_local_rank
+from zero_recipes.engine.faults.deepspeed_group_on_cpu import start_deepspeed_group
 from zero_recipes.engine.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_locks
+from zero_recipes.engine.speed.host_threads import set_host_threads
 
 # as torchrun gives machines (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, `_DEFAULT_TIMEOUTS`):
 # imports from a cold network disk take minutes
@@ -36,7 +38,7 @@ _calls = itertools.count()  # every process counts the same calls
 
 @contextlib.contextmanager
 def process_group(run: Run) -> Iterator[None]:
-    """The run's process group.
+    """Start the run's process group, and leave it where the run is refused or fails.
 
     A run that went well ends it itself (Trainer.end).
     One that is refused ends gloo's: else its exit can abort other ranks (exit code -6).
@@ -57,16 +59,11 @@ def process_group(run: Run) -> Iterator[None]:
 def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, ops: set[str]) -> None:
     """Start the process group before TrainingArguments does, and prove it. Raises Refusal.
 
-    With the deepspeed launcher and torchrun on CPU, transformers 5.23 starts no DeepSpeed group
-    (training_args.py `_setup_devices`, branch `use_cpu`):
-    zero.Init sees a world of one, and `ddp_timeout` is dropped.
     `ops`: kernels.ops_of; missing ones are compiled first.
     """
     if strategy.world_size == 1 and not strategy.is_deepspeed:
         if not strategy.is_fsdp:
-            # accelerate 1.15 (state.py `_prepare_backend`) takes any process with LOCAL_RANK for one of several and
-            # wraps the model in DDP: buckets hold every gradient once more. torchrun sets it for a single one too
-            os.environ.pop("LOCAL_RANK", None)
+            forget_local_rank()
         return
     # DeepSpeed compiles with ninja, beside the interpreter: a venv need not be activated
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -85,19 +82,7 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
         build(to_compile)
     rendezvous(backend, timeout, JOIN_SECONDS + COMPILE_SECONDS * len(to_compile))
     if strategy.is_deepspeed:
-        import deepspeed
-
-        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
-
-
-def set_host_threads(strategy: Strategy, device: str) -> None:
-    """Give DeepSpeedCPUAdam, an OpenMP loop (csrc/includes/cpu_adam.h), this process's share of the cores.
-
-    torchrun and accelerate set OMP_NUM_THREADS=1 where there is none. Any other number is a user's choice.
-    Not where the CPU trains: every rank computes on its cores already.
-    """
-    if device == "cuda" and strategy.ds.offload_optimizer and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(Host().threads(local_world_size(os.environ, strategy.world_size)))
+        start_deepspeed_group(backend, timeout)
 
 
 def rendezvous(
@@ -215,7 +200,7 @@ def _apart(backend: str, what: str, cause: str) -> Refusal:
 
 
 def agree(work: Callable[[], Any]) -> list[Any]:
-    """What `work` returns on each rank. What the lowest rank failed of, all fail of."""
+    """Return what `work` returns on each rank. What the lowest rank failed of, all fail of. Collective."""
     world_size = 1
     if distributed.is_initialized():
         world_size = distributed.get_world_size()
@@ -223,7 +208,7 @@ def agree(work: Callable[[], Any]) -> list[Any]:
 
 
 def once(work: Callable[[], Any], doing: str) -> Any:
-    """What `work` returns on rank 0, which alone calls it. `doing`, in an error: "plans the run"."""
+    """Return what `work` returns on rank 0, which alone calls it. `doing`, in an error: "plans the run". Collective."""
     return _shared(work, [0], doing)[0]
 
 
@@ -235,7 +220,7 @@ def once_per_node(work: Callable[[], Any], doing: str) -> Any:
 
 @contextlib.contextmanager
 def rank_0_writes() -> Iterator[None]:
-    """Collective. At its end all wait for rank 0, however long it writes."""
+    """Let all wait at its end for rank 0, however long it writes. Collective."""
     failure = None
     try:
         yield
@@ -308,7 +293,7 @@ def _operation(work: Callable[[], Any], doing: str) -> str:
 
 
 def gather_rows(own: torch.Tensor) -> torch.Tensor:
-    """All ranks' tensors of shape (1, n), as (world size, n), on their device. Collective.
+    """Gather all ranks' tensors of shape (1, n) as (world size, n), on their device. Collective.
 
     accelerate's call takes several times as long on the host, in every step.
     """

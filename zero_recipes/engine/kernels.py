@@ -21,17 +21,19 @@ import torch
 from zero_recipes.config.ds_config import FORCED
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host
 from zero_recipes.core.tables import working
 
 COMPILE_SECONDS = 1800.0  # more for the ranks to join, per op to compile
-OPS = package_yaml(__package__, "tables.yaml")["ops"]
+OP_OF_OPTIMIZER = {"adam": "adam", "adamw": "adam", "adagrad": "adagrad", "lion": "lion", "lamb": "lamb"}
+# their builder is a CUDAOpBuilder where there is a GPU (deepspeed/ops/op_builder): they need the CUDA toolkit
+BUILT_ON_CUDA = ("fused_adam", "fused_lamb", "fused_lion", "async_io", "quantizer")
+QUANTIZING_KEYS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
-    """The ops that DeepSpeed 0.19.8 loads in this run. Paths are relative to deepspeed/."""
+    """Return the ops that DeepSpeed 0.19.8 loads in this run. Paths are relative to deepspeed/."""
     if not strategy.is_deepspeed:
         return set()
     ops = set()
@@ -46,14 +48,14 @@ def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
     if strategy.ds.on_nvme:
         ops.add("async_io")
     # zero/partition_parameters.py `CUDAQuantizer`, comm/coalesced_collectives.py `all_to_all_quant_reduce`
-    quantizes = any(strategy.ds.zero.get(key) for key in OPS["quantized"])
+    quantizes = any(strategy.ds.zero.get(key) for key in QUANTIZING_KEYS)
     if device == "cuda" and strategy.zero_stage == 3 and quantizes:
         ops.add("quantizer")
     return ops
 
 
 def _optimizer_with_ops(strategy: Strategy, settings: Settings) -> str | None:
-    """The ds_config's (runtime/engine.py `_configure_basic_optimizer`).
+    """Return the optimizer of the ds_config that has ops (runtime/engine.py `_configure_basic_optimizer`).
 
     Without one accelerate replaces an offloaded one (utils/deepspeed.py `map_pytorch_optim_to_deepspeed`).
     """
@@ -62,16 +64,17 @@ def _optimizer_with_ops(strategy: Strategy, settings: Settings) -> str | None:
     if block is not None:
         if (block.get("params") or {}).get("torch_adam"):
             return None
-        return OPS["of_optimizer"].get(str(block.get("type")).lower())
+        return OP_OF_OPTIMIZER.get(str(block.get("type")).lower())
     if strategy.ds.offload_optimizer is None or not config.get(FORCED, True):
         return None
     return "adam"
 
 
 def build_findings(strategy: Strategy, device: str, settings: Settings, host: Host) -> Iterator[Finding]:
+    """Yield what the build of this run's ops lacks."""
     ops = {op for op in ops_of(strategy, device, settings) if not is_prebuilt(op, device)}
     to_compile = {op for op in ops if not is_compiled(op, host)}
-    on_cuda = ops.intersection(OPS["on_cuda"] if device == "cuda" else ())
+    on_cuda = ops.intersection(BUILT_ON_CUDA if device == "cuda" else ())
     release = host.cuda_release()
     built_for = torch.version.cuda
     absent = []
@@ -90,18 +93,19 @@ def build_findings(strategy: Strategy, device: str, settings: Settings, host: Ho
 
 
 def missing(ops: Iterable[str], device: str) -> list[str]:
+    """Return those of the ops that are neither installed with DeepSpeed nor compiled."""
     return sorted(op for op in ops if not is_prebuilt(op, device) and not is_compiled(op, Host()))
 
 
 def is_prebuilt(op: str, device: str) -> bool:
-    """Installed with DeepSpeed (DS_BUILD_OPS) for this device: op_builder/builder.py `load`."""
+    """Whether an op is installed with DeepSpeed (DS_BUILD_OPS) for this device: op_builder/builder.py `load`."""
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
     return installed_ops.get(op, False) and accelerator_name == device
 
 
 def is_compiled(op: str, host: Host) -> bool:
-    """By this installation of DeepSpeed."""
+    """Whether this installation of DeepSpeed has compiled an op."""
     if op == "async_io" and not is_compiled("pin_memory", host):  # loaded first, op_builder/async_io.py `load`
         return False
     folder = host.at(extension_folder(host.environment, op))
@@ -115,14 +119,14 @@ def is_compiled(op: str, host: Host) -> bool:
 
 
 def build_root(environment: Mapping[str, str]) -> Path:
-    """Where torch builds extensions, and DeepSpeed its kernels."""
+    """Return the folder in which torch builds extensions, and DeepSpeed its kernels."""
     from torch.utils.cpp_extension import get_default_build_root
 
     return Path(environment.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
 def extension_folder(environment: Mapping[str, str], name: str) -> Path:
-    """As torch/utils/cpp_extension.py `_get_build_directory`."""
+    """Return the folder of one extension, as torch/utils/cpp_extension.py `_get_build_directory`."""
     root = build_root(environment)
     if environment.get("TORCH_EXTENSIONS_DIR"):
         return root / name
@@ -132,6 +136,7 @@ def extension_folder(environment: Mapping[str, str], name: str) -> Path:
 
 
 def build(ops: Iterable[str]) -> None:
+    """Compile ops, and say which; wait for another process that compiles one."""
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     for op in ops:
@@ -147,7 +152,7 @@ def build(ops: Iterable[str]) -> None:
 
 
 def _is_seen(lock: Path) -> bool:
-    """Whether its holder could be seen: only root sees another user's."""
+    """Whether a lock's holder could be seen: only root sees another user's."""
     try:
         return os.getuid() in (0, lock.stat().st_uid)
     except FileNotFoundError:  # it has just ended
@@ -155,7 +160,7 @@ def _is_seen(lock: Path) -> bool:
 
 
 def remove_stale_locks() -> None:
-    """Of killed compilers: who made one keeps it open (torch, utils/file_baton.py)."""
+    """Delete the build locks of killed compilers: who made one keeps it open (torch, utils/file_baton.py)."""
     locks = {lock.resolve() for lock in build_root(os.environ).rglob("lock") if _is_seen(lock)}
     if not locks:
         return
@@ -165,7 +170,7 @@ def remove_stale_locks() -> None:
 
 
 def _holders() -> dict[Path, int]:
-    """{lock that is held open: process id}."""
+    """Return {lock that is held open: process id}."""
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # of another user
@@ -176,7 +181,7 @@ def _holders() -> dict[Path, int]:
 
 
 def main(names: list[str]) -> None:
-    """For runs on CPUs. async_io is left out without libaio."""
+    """Compile ops for runs on CPUs. async_io is left out without libaio."""
     if "async_io" in names and not Host().libaio_headers():
         print("async_io, which NVMe offload needs, is not compiled: libaio.h is missing (apt-get install libaio-dev)")
         names.remove("async_io")

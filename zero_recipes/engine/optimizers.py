@@ -75,20 +75,6 @@ def current_rates(optimizer: Any, model: torch.nn.Module) -> dict[str, float]:
     return rates
 
 
-def give_defaults(optimizer: Any) -> None:
-    """Give the `defaults` of torch's optimizer to those that DeepSpeed wraps around it.
-
-    DeepSpeed 0.19.8 (runtime/base_optimizer.py) leaves them out. transformers 5.23 (optimization.py) reads the learning
-    rate there for the schedules `polynomial` and `cosine_with_min_lr`, which stop with an AttributeError.
-    """
-    base = base_optimizer(optimizer)
-    wrapper = getattr(optimizer, "optimizer", None)  # accelerate's hands on what it wraps
-    while wrapper is not None and wrapper is not base:
-        if not hasattr(wrapper, "defaults"):
-            wrapper.defaults = base.defaults
-        wrapper = getattr(wrapper, "optimizer", None)
-
-
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """ "torch.AdamW": the package and the class of an optimizer."""
     cls = type(optimizer)

@@ -1,4 +1,4 @@
-"""Output of libraries that tells a user nothing (tables.yaml: each entry's source, and why it may go)."""
+"""Output of libraries that tells a user nothing, and is dropped."""
 
 import contextlib
 import logging
@@ -7,11 +7,29 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from zero_recipes.core.files import package_yaml
 from zero_recipes.core.process import imported_for_good, rank
 
 BAR_SECONDS = "10"  # between two states of a bar without a terminal; what is faster shows none
-DROPPED = package_yaml(__package__, "tables.yaml")["dropped"]
+FUTURE_WARNINGS = {  # {module: message}, regular expressions
+    # deepspeed/comm/torch.py 0.19.8 calls all_gather_into_tensor and reduce_scatter_tensor, which torch 2.13 renamed:
+    # at stage 3 a notice with every collective, thousands a run
+    r"torch\.distributed\.c10d_logger": r".*torch\.distributed\.\w+.* is deprecated",
+    # peft/peft_model.py 0.21 asks for is_gradient_checkpointing, which transformers 5.23 renamed
+    r"transformers\.modeling_utils": "`is_gradient_checkpointing` is deprecated",
+    # trl/trainer/base_config.py 1.16 itself sets gradient_checkpointing, which transformers 5.23 deprecates
+    r"transformers\.training_args": "`gradient_checkpointing(_kwargs)?` is deprecated",
+}
+LEAST_LEVELS = {  # {logger: the lowest level that is printed}
+    "DeepSpeed": "WARNING",  # the whole configuration for every engine; recipe.resolved.yaml has it
+    # bitsandbytes 0.50, which PEFT imports, misses a package for the kernel that faults/four_bit_on_cpu.py avoids
+    "bitsandbytes.backends.cpu.ops": "ERROR",
+}
+DROPPED_LINES = {  # {logger: words of a line}
+    # accelerate/accelerator.py 1.15, under DeepSpeed: transformers leaves accumulation to it
+    "accelerate.accelerator": "steps mismatch",
+    # accelerator/real_accelerator.py 0.19.8, where there is no GPU: ask, export and rehearse work there
+    "DeepSpeed": "Setting accelerator to CPU",
+}
 
 
 def quieten() -> None:
@@ -21,7 +39,7 @@ def quieten() -> None:
     Without one each machine's first process shows how far datasets is, every 10 s.
     """
     quieten_loggers()
-    for module, message in DROPPED["future_warnings"].items():
+    for module, message in FUTURE_WARNINGS.items():
         warnings.filterwarnings("ignore", message=message, category=FutureWarning, module=module)
     if rank() or not sys.stderr.isatty():
         import transformers
@@ -35,7 +53,7 @@ def quieten() -> None:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Model libraries that are imported inside, for good (core/process.py), are quiet from then on."""
+    """Keep model libraries quiet that are imported inside, for good (core/process.py)."""
     quieten_loggers()
     with imported_for_good():
         yield
@@ -43,11 +61,11 @@ def quiet_imports() -> Iterator[None]:
 
 
 def quieten_loggers() -> None:
-    """What must be done before the libraries are imported."""
+    """Quieten what must be quietened before the libraries are imported: loggers, and bars without a terminal."""
     if not sys.stderr.isatty():  # tqdm reads its defaults when it is imported
         os.environ.setdefault("TQDM_DELAY", BAR_SECONDS)
         os.environ.setdefault("TQDM_MININTERVAL", BAR_SECONDS)
-    for name, level in DROPPED["below"].items():
+    for name, level in LEAST_LEVELS.items():
         logging.getLogger(name).setLevel(level)
-    for name, words in DROPPED["lines"].items():
+    for name, words in DROPPED_LINES.items():
         logging.getLogger(name).addFilter(lambda line, words=words: words not in str(line.msg))

@@ -15,7 +15,7 @@ from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
 from zero_recipes.core.process import PhaseClock, rank, signalled
 from zero_recipes.engine.deepspeed import STATE_PARTS
 from zero_recipes.engine.group import gather_rows
-from zero_recipes.engine.patches import share_not_quantized
+from zero_recipes.engine.quantized import share_not_quantized
 from zero_recipes.metrics import probe, schema
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.model.trained import parameter_counts

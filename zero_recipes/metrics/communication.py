@@ -14,10 +14,22 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC2701 - to
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.process import local_world_size
-from zero_recipes.engine.deepspeed import COLLECTIVES, TABLES, communication_backend
+from zero_recipes.engine.deepspeed import COLLECTIVES, communication_backend
 
 Bytes = Counter[str]  # by collective
-OPERATORS = TABLES["operators"]
+# {operator: (collective, which argument is the full tensor)}: torch 2.13, csrc/distributed/c10d/Ops.cpp, Functional.cpp
+OPERATORS = {
+    "c10d::_allgather_base_": ("all_gather", 0),  # output, input
+    "c10d::allgather_": ("all_gather", 0),  # output lists, inputs
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),  # output, input
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),  # input, ranks
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0),
+}
 
 
 def _size(tensors) -> int:
@@ -31,7 +43,7 @@ class CountCollectives(TorchDispatchMode):
     """Adds up bytes of the full tensors while it is in force; autograd's threads are counted too.
 
     Private: TorchDispatchMode and the names of torch's operators of collectives (torch 2.13, utils/_python_dispatch.py
-    and `operators` in engine/tables.yaml). CommDebugMode, which is public, counts calls and no bytes.
+    and OPERATORS). CommDebugMode, which is public, counts calls and no bytes.
     """
 
     def __init__(self):

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Literal
 
-from zero_recipes.core.files import encodable, package_yaml, write_text
+from zero_recipes.core.files import encodable, write_text
 from zero_recipes.core.findings import PeerFailed
 from zero_recipes.core.process import rank
 from zero_recipes.metrics import schema
@@ -23,7 +23,20 @@ FULL_BYTES = 2**20  # free of a disk that is full: a write of many bytes fills i
 # in messages of libraries whose errors are no OSError
 WRITES_OF_TORCH = ("PytorchStreamWriter failed writing", "unexpected pos ")
 WRITES = (*WRITES_OF_TORCH, "I/O error: ")
-ECHOES = package_yaml("zero_recipes.engine", "tables.yaml")["echoes"]
+# messages about a peer that has ended, by gloo, NCCL, the store and Linux
+ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "gloo/transport",
+    "NCCL error",
+    "NCCL communicator was aborted",
+    "DistNetworkError",
+    "DistStoreError",
+    "Socket Timeout",
+    "Timed out waiting",
+)
 
 
 class RankFailure(schema.Part):

@@ -14,8 +14,10 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import NAMES
 from zero_recipes.core.findings import finding, library_error_as_finding, raise_errors, refusal
 from zero_recipes.engine.deepspeed import is_partitioned, whole_shape
+from zero_recipes.engine.faults.four_bit_on_cpu import keep_4bit_layout
+from zero_recipes.engine.faults.leaf_modules_of_adapters import let_inputs_have_gradients
+from zero_recipes.engine.faults.unfrozen_parameters import freeze_as_the_class_does
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
-from zero_recipes.engine.patches import freeze_as_the_class_does, keep_4bit_layout, let_inputs_have_gradients
 from zero_recipes.model.build import build_on_meta, from_config, from_pretrained
 from zero_recipes.model.config import loading_keywords, quantization_of
 

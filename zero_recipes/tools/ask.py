@@ -22,8 +22,8 @@ from zero_recipes.core.findings import first_line, library_error_as_finding, ref
 from zero_recipes.core.folder_lock import held
 from zero_recipes.data.load import PADDING_TOKENS, read_tokenizer
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
-from zero_recipes.engine.attention import allow_cudnn
-from zero_recipes.engine.cpu_products import multiply_in_fp32
+from zero_recipes.engine.speed.cpu_products import multiply_in_fp32
+from zero_recipes.engine.speed.cudnn_plans import allow_cudnn
 from zero_recipes.metrics.scores import load_metrics
 from zero_recipes.model.config import load_config
 from zero_recipes.model.load import load_model

@@ -37,7 +37,7 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.files import NAMES, PART
 from zero_recipes.core.findings import Refusal, finding, first_line, refusal
 from zero_recipes.core.folder_lock import held
-from zero_recipes.engine.huggingface import load_without_code
+from zero_recipes.engine.faults.pickled_code import load_without_code
 
 Shapes = dict[str, tuple[int, ...]]  # of a group's parameters, by name
 

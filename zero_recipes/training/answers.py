@@ -16,7 +16,7 @@ from zero_recipes.core.files import strict_json, write_text
 from zero_recipes.core.tables import plain, print_texts, terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.engine import fsdp
-from zero_recipes.engine.deepspeed import forget_trace_of_generation
+from zero_recipes.engine.faults.trace_of_generation import forget_trace_of_generation
 from zero_recipes.metrics.read_runs import SampleRow, mean_scores, metric_errors, question, short
 from zero_recipes.metrics.scores import scores_of
 

@@ -19,11 +19,13 @@ from zero_recipes.core.findings import Finding, downgraded, ignored_codes, libra
 from zero_recipes.core.process import PhaseClock
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
-from zero_recipes.engine import attention, fsdp, patches
-from zero_recipes.engine.cpu_products import multiply_in_fp32
-from zero_recipes.engine.fp32_parameters import keep_parameters_in_fp32
+from zero_recipes.engine import attention
+from zero_recipes.engine.faults import compiled_at_stage_3, fsdp_on_cpu, fsdp_rounded_loss
 from zero_recipes.engine.group import once, once_per_node
 from zero_recipes.engine.huggingface import attention_name
+from zero_recipes.engine.libraries import patch_libraries
+from zero_recipes.engine.speed import supervised_positions
+from zero_recipes.engine.speed.cudnn_plans import allow_cudnn
 from zero_recipes.metrics.schema import PredictedMetrics
 from zero_recipes.model import load
 from zero_recipes.model.config import adapter_config
@@ -74,24 +76,23 @@ def load_model(run: Run, inputs: Inputs, clock: PhaseClock) -> PreTrainedModel:
 
 
 def _set_up_libraries(run: Run, arguments: SFTConfig) -> None:
+    """Set the libraries up for this run, before its model is loaded: faults worked around, work left out."""
     settings = run.settings
-    if "logging_nan_inf_filter" not in run.explicit:
-        arguments.logging_nan_inf_filter = False  # it waits for the loss of each micro batch
-    patches.patch_libraries(run.strategy, settings.ddp_timeout)
-    if run.strategy.is_deepspeed:
-        keep_parameters_in_fp32()
-    patches.score_supervised_positions_only(settings.supervised_logits_only)
-    if arguments.torch_compile and run.stage == 3:
-        patches.compile_by_layers()
-    attention.allow_cudnn(run.device, settings.cudnn_attention)
     packs = settings.joined_by is not None and not settings.torch_compile
     by_row = packs and attention.has_row_kernel(run.device, run.precision)
+    patch_libraries(run.strategy, run.device, settings.ddp_timeout)
+    supervised_positions.apply(settings.supervised_logits_only)
+    allow_cudnn(run.device, settings.cudnn_attention)
     attention.attend_by_row(by_row, told_where_rows_begin())
-    if run.device == "cpu":
-        multiply_in_fp32()
-    if run.strategy.is_fsdp:
-        fsdp.fix_arguments(arguments, run.device)
     share_sequences(arguments, run.strategy.sequence_parallel, attention_name(settings.attn_implementation))
+    if "logging_nan_inf_filter" not in run.explicit:
+        arguments.logging_nan_inf_filter = False  # it waits for the loss of each micro batch
+    if arguments.torch_compile and run.stage == 3:
+        compiled_at_stage_3.apply()
+    if run.strategy.is_fsdp:
+        fsdp_rounded_loss.apply(arguments)
+    if run.strategy.is_fsdp and run.device == "cpu":
+        fsdp_on_cpu.apply()
 
 
 def _log_in(run: Run, arguments: SFTConfig) -> None:

@@ -3,60 +3,15 @@
 TRL 1.16 and transformers 5.23 do this in training for most models and rows. What they leave is done here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import datasets
 import torch
-from torch.utils.data import RandomSampler, Sampler
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
 
-from zero_recipes.engine.huggingface import count_tokens_with_loss, is_shuffled, rows_left_over
-
-
-def begin_epoch(sampler: Sampler | None, epoch: int, seed: int) -> None:
-    """Tell a training sampler the epoch: a step's rows follow from seed and step alone, also after a resume.
-
-    transformers 5.23 gives the samplers of group_by_length and of use_seedable_sampler: false no generator: from the
-    second epoch on they draw what dropout has left, on each rank another number. Of batch_rebalance accelerate 1.15
-    (`skip_first_batches`) hides `set_epoch`: an epoch that a run is resumed in had the first one's order.
-    """
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    elif isinstance(sampler, (LengthGroupedSampler, RandomSampler)) and epoch > 0:
-        sampler.generator = torch.Generator().manual_seed(seed + epoch)
-
-
-class EndlessRows(torch.utils.data.IterableDataset):
-    """A stream that begins again where it ends, within a step if need be; every process reads all of it.
-
-    A shuffled one has another order each time, which follows from the seed and the number of times alone: a resumed
-    run reads it from its start again, and skips what is trained. One that is not shuffled keeps the order of its files.
-
-    transformers 5.23 takes no step with the batches that a stream's end leaves over, adds their gradients to the next
-    step's, and ends a resumed run at the stream's end (huggingface/transformers#26413). accelerate 1.15 gives the
-    processes files of their own where a `datasets` stream has enough of them: ranks then end at different steps.
-    """
-
-    def __init__(self, rows: datasets.IterableDataset):
-        self.rows = rows
-        self.is_shuffled = is_shuffled(rows)
-
-    def __iter__(self) -> Iterator[dict]:
-        epoch = 0
-        while True:
-            if self.is_shuffled:
-                self.rows.set_epoch(epoch)
-            has_rows = False
-            for row in self.rows:
-                has_rows = True
-                yield row
-            if not has_rows:
-                return
-            epoch += 1
-
+from zero_recipes.engine.faults.rows_left_over import rows_left_over
+from zero_recipes.engine.faults.token_counts import count_tokens_with_loss
 
 ROW_LENGTHS = "row_lengths"
 MOST_KEPT = 1000  # micro batches: a log that is far away must not fill the device
@@ -260,12 +215,3 @@ def share_sequences(training_args, size: int, attn_implementation: str | None) -
                 sp_seq_length_is_variable=True, sp_attn_implementation=attn_implementation or "sdpa"
             ),
         )
-
-
-def loss_of_a_part(model, inputs: dict[str, torch.Tensor], count: torch.Tensor, processes: int) -> torch.Tensor:
-    """The mean over all processes is the mean over all tokens. `count`: tokens with loss in the step, of all processes.
-
-    transformers' own (integrations/deepspeed.py, deepspeed_sp_compute_loss) is a mean over each micro batch.
-    """
-    outputs = model(**inputs, labels=inputs["shift_labels"], use_cache=False, fused_lm_head=True)
-    return -outputs.log_probs.sum() / count.clamp(min=1) * processes

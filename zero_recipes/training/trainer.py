@@ -33,14 +33,25 @@ from zero_recipes.core.findings import PeerFailed, Preempted, RunFailed, ending
 from zero_recipes.core.host import library_versions
 from zero_recipes.core.process import PhaseClock, say
 from zero_recipes.data.samples import Sample
-from zero_recipes.engine import fsdp, patches
-from zero_recipes.engine.cpu_adam import repeat_steps_of_cpu_adam
-from zero_recipes.engine.cpu_products import multiply_in_fp32
 from zero_recipes.engine.deepspeed import is_partitioned, set_masters
-from zero_recipes.engine.fp32_parameters import keep_parameters_in_fp32
+from zero_recipes.engine.faults import (
+    adapter_loaded_in_fp32,
+    failed_shards,
+    fsdp_saved_names,
+    renamed_weights,
+    stage_0_first_step,
+    stage_3_one_dtype,
+    tied_weights_saved_twice,
+    trained_modules_saved_twice,
+)
+from zero_recipes.engine.faults.cpu_adam_after_resume import repeat_steps_of_cpu_adam
+from zero_recipes.engine.faults.end_of_stream import EndlessRows
+from zero_recipes.engine.faults.optimizer_without_defaults import give_defaults
+from zero_recipes.engine.faults.sampler_epochs import begin_epoch
+from zero_recipes.engine.faults.ulysses_loss import loss_of_a_part
 from zero_recipes.engine.group import agree, once, rank_0_writes
 from zero_recipes.engine.huggingface import rows_are_cut, without_deepspeed_announcement
-from zero_recipes.engine.optimizers import give_defaults
+from zero_recipes.engine.libraries import patch_libraries
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import is_disk_full, is_echo, is_out_of_memory, is_unwritten
 from zero_recipes.metrics.scores import load_metrics
@@ -58,7 +69,7 @@ from zero_recipes.training.divergence import (
 )
 from zero_recipes.training.inputs import Inputs
 from zero_recipes.training.signals import CutShort, Signals
-from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, TokenWeights, begin_epoch, loss_of_a_part
+from zero_recipes.training.token_loss import TokenMetrics, TokenWeights
 
 
 @dataclass(frozen=True)
@@ -144,11 +155,7 @@ class ZeroSFTTrainer(SFTTrainer):
         self.stage_metrics.clock = self.extras.clock
         self.stage_metrics.identify(self.args, self.model)
         if is_library:
-            patches.patch_libraries(self.stage_metrics.strategy, self.args.ddp_timeout)
-            if self.stage_metrics.strategy.is_deepspeed:
-                keep_parameters_in_fp32()
-            if self.args.device.type == "cpu":
-                multiply_in_fp32()
+            patch_libraries(self.stage_metrics.strategy, self.args.device.type, self.args.ddp_timeout)
         self.token_metrics = TokenMetrics(self, self.extras.token_metrics)
         self.token_weights = TokenWeights(self)
         if isinstance(self.train_dataset, datasets.IterableDataset):
@@ -169,7 +176,7 @@ class ZeroSFTTrainer(SFTTrainer):
         """Of a recipe. `clock`: the session's."""
         settings = run.settings
         if run.strategy.is_fsdp:
-            fsdp.keep_names_of_the_file(model)
+            fsdp_saved_names.keep_names_of_the_file(model)
         facts = {
             "asked": requested_batch(run.recipe.settings),
             "recipe": recipe_facts(settings, run.strategy),
@@ -218,7 +225,7 @@ class ZeroSFTTrainer(SFTTrainer):
         if self.stage_metrics.finished:  # of an earlier training
             self.stage_metrics.begin()
         self._load_history(resume_from_checkpoint)
-        with self.stage_metrics.clock.phase("train"), fsdp.failures_raised():
+        with self.stage_metrics.clock.phase("train"), failed_shards.failures_raised():
             try:
                 trained = super().train(resume_from_checkpoint, *arguments, **keywords)
                 self._evaluate_if_due()  # no epoch was left
@@ -267,7 +274,7 @@ class ZeroSFTTrainer(SFTTrainer):
         begins = in_16_bits and resume_from_checkpoint is None
         with self.stage_metrics.clock.phase("model"), self._own_masters() if begins else contextlib.nullcontext():
             if in_16_bits and self.stage_metrics.strategy.zero_stage == 3:
-                patches.one_dtype_of_what_trains(self.model)
+                stage_3_one_dtype.one_dtype_of_what_trains(self.model)
             checkpoint = None if resharded else resume_from_checkpoint
             prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
             if resharded:
@@ -303,7 +310,7 @@ class ZeroSFTTrainer(SFTTrainer):
             values = self.extras.loaded_values(self.model)
         yield
         optimizer, ds_config = self.model_wrapped.optimizer, self.stage_metrics.strategy.ds_config
-        patches.fresh_adam_at_stage_0(optimizer)
+        stage_0_first_step.fresh_adam_at_stage_0(optimizer)
         can_be_set = not (ds_config.on_nvme or ds_config.bf16_masters)
         every_rank = agree(functools.partial(set_masters, optimizer, values, can_be_set))
         self.stage_metrics.exact_master_weights = all(every_rank)
@@ -500,8 +507,8 @@ class ZeroSFTTrainer(SFTTrainer):
         token = self.args.hub_token
         self.args.hub_token = None  # transformers pickles the arguments into training_args.bin
         try:
-            with patches.trained_modules_saved_once():
-                super()._save(output_dir, patches.without_aliases(self.model, state_dict))
+            with trained_modules_saved_twice.trained_modules_saved_once():
+                super()._save(output_dir, tied_weights_saved_twice.without_aliases(self.model, state_dict))
         finally:
             self.args.hub_token = token
 
@@ -524,7 +531,7 @@ class ZeroSFTTrainer(SFTTrainer):
             limit = self.args.save_total_limit
             self.args.save_total_limit = None
             try:
-                with fsdp.failures_raised():
+                with failed_shards.failures_raised():
                     self._write_checkpoint(checkpoint, model, trial)
             except Exception as error:
                 if is_out_of_memory(error):
@@ -565,15 +572,15 @@ class ZeroSFTTrainer(SFTTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         model = self.model if model is None else model
         if isinstance(model, PreTrainedModel) and not self.is_fsdp_enabled:
-            patches.load_weights_by_class(model, resume_from_checkpoint)
+            renamed_weights.load_weights_by_class(model, resume_from_checkpoint)
         else:
-            with patches.adapter_dtypes_kept(model):
+            with adapter_loaded_in_fp32.adapter_dtypes_kept(model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
         by_names_of_the_file = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
         if by_names_of_the_file and isinstance(self.model, PreTrainedModel):
-            patches.load_weights_by_class(self.model, self.state.best_model_checkpoint)
+            renamed_weights.load_weights_by_class(self.model, self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
 

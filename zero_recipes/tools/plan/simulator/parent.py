@@ -23,10 +23,10 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 from rich.progress import track
 
-from zero_recipes.core.files import package_yaml
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
 from zero_recipes.core.tables import terminal
+from zero_recipes.engine.launchers import LAUNCHED
 from zero_recipes.metrics.schema import ModelStateBytes, Prediction
 from zero_recipes.tools.plan.simulator.layers import extrapolated, layers_to_simulate, with_layers
 
@@ -115,8 +115,7 @@ def start(device: str) -> tuple[subprocess.Popen, IO[str]]:
     """(the process for jobs of this device, its stderr). Does not wait for its imports."""
     command = (sys.executable, *WORKER, device)
     if command not in _started or _started[command][0].poll() is not None:
-        launched = tuple(package_yaml("zero_recipes.engine", "tables.yaml")["launched"])
-        own = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
+        own = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         _started[command] = subprocess.Popen(command, text=True, env=own | ENVIRONMENT, **pipes), errors

@@ -34,13 +34,11 @@ from zero_recipes.config.trl_arguments import trl_arguments
 from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.engine.deepspeed import base_optimizer, gradient_tensors, optimizer_tensors, weight_tensors
+from zero_recipes.engine.faults import adapters_rounded_at_stage_3
+from zero_recipes.engine.faults.four_bit_on_cpu import keep_4bit_layout
+from zero_recipes.engine.faults.leaf_modules_of_adapters import let_inputs_have_gradients
 from zero_recipes.engine.huggingface import rows_are_cut
-from zero_recipes.engine.patches import (
-    keep_4bit_layout,
-    keep_precision_of_new_adapters,
-    let_inputs_have_gradients,
-    quicken_stages_1_and_2,
-)
+from zero_recipes.engine.speed import norms
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
@@ -164,9 +162,9 @@ def train_two_steps(job: Job, folder: str) -> dict:
 
 def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "WatchedSFTTrainer":
     if strategy.zero_stage == 3:
-        keep_precision_of_new_adapters()
+        adapters_rounded_at_stage_3.apply()
     if strategy.zero_stage in (1, 2):
-        quicken_stages_1_and_2()
+        norms.apply_to_stages_1_and_2()
     model = _model(job, model_args, training_args.device)
     if job.device == "gpu" and strategy.zero_stage != 3:  # as DeepSpeed does: engine.py `_configure_distributed_model`
         if strategy.is_deepspeed and training_args.bf16:  # `to` refuses packed weights

@@ -1,8 +1,30 @@
-"""Parameters that a model's class keeps in fp32 stay in fp32 under DeepSpeed.
+"""Under DeepSpeed a mixture's router rounds its bias to bf16, and other experts run than the model's class says.
 
-transformers loads a model in 16 bits without them: `_keep_in_fp32_modules_strict`, and in fp16 `_keep_in_fp32_modules`
-too (5.23, modeling_utils.py, `_get_dtype_plan`). A router's bias near 8 whose differences are below 0.1 is one: bf16
-has steps of 0.03 there, and other experts run.
+transformers keeps some parameters of a 16-bit model in fp32 (`_keep_in_fp32_modules_strict`, and in fp16
+`_keep_in_fp32_modules`). A router's bias near 8 whose differences are below 0.1 is one: bf16 has steps of 0.03 there.
+DeepSpeed's engine, and zero.Init at stage 3, cast every parameter to the training dtype; runtime/keep_in_fp32.py
+restores buffers alone. The optimizers flatten a group of parameters into one tensor of one dtype.
+
+Library: DeepSpeed 0.19.8, runtime/engine.py (`_cast_module_mixed_precision`,
+    `_configure_{zero,fp16,bf16}_optimizer`), runtime/zero/partition_parameters.py, runtime/zero/stage3.py.
+Upstream: deepspeedai/DeepSpeed#7747.
+Here: they stay in fp32 at every stage; frozen ones as they are, trained ones in a group of their own. Gradients are
+    reduced in 16 bits, as all others.
+
+See it: one CPU
+
+    import deepspeed, torch
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model_config = Ernie4_5_MoeConfig(**sizes, **heads, num_hidden_layers=2, moe_num_experts=4, moe_k=2)
+    model = Ernie4_5_MoeForCausalLM._from_config(model_config, dtype=torch.bfloat16)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained), config=config)
+    router = next(p for name, p in model.named_parameters() if name.endswith("gate.weight"))
+    assert model._keep_in_fp32_modules_strict and router.dtype == torch.bfloat16
 """
 
 import re
@@ -12,14 +34,14 @@ import torch
 from transformers import PreTrainedModel
 
 from zero_recipes.engine.deepspeed import is_partitioned
-from zero_recipes.engine.patches import replaces
+from zero_recipes.engine.replacing import replaces
 
 # what PEFT puts into the name of a parameter that was the model's own
 OF_AN_ADAPTER = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
 def fp32_parameters(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name, parameter) of those that the class of a transformers model keeps in fp32 when it is loaded in `dtype`.
+    """Yield (name, parameter) of those that a model's class keeps in fp32 when it is loaded in `dtype`.
 
     `model`: with or without an adapter around it.
 
@@ -39,15 +61,10 @@ def fp32_parameters(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[tupl
             yield name, p
 
 
-def keep_parameters_in_fp32() -> None:
-    """DeepSpeed leaves them in fp32, at every stage: frozen ones, and trained ones in a group of their own.
+def apply() -> None:
+    """Have DeepSpeed leave such parameters in fp32, at every stage.
 
-    Private: `_cast_module_mixed_precision` and `_configure_{zero,fp16,bf16}_optimizer` of the engine (DeepSpeed 0.19.8,
-    runtime/engine.py), and what `_keep_them_at_stage_3` replaces.
-    The engine, and zero.Init at stage 3, cast every parameter to the training dtype; runtime/keep_in_fp32.py restores
-    buffers alone. The optimizers flatten a group of parameters into one tensor of one dtype. They take groups of other
-    dtypes: an fp32 group is its own master at stage 3, and a copy of it below. Gradients are reduced in 16 bits, as all
-    others.
+    Its optimizers take groups of other dtypes: an fp32 group is its own master at stage 3, and a copy of it below.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -89,7 +106,7 @@ def group_by_dtype(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _keep_them_at_stage_3() -> None:
-    """zero.Init makes fp32 partitions of them; the optimizer keeps a flat tensor for each dtype.
+    """Have zero.Init make fp32 partitions of them, and the optimizer keep a flat tensor for each dtype.
 
     Private: `_keep_in_fp32` of zero.Init (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py), called once a
     model's constructor has run and before its weights are loaded; `defragment`, `_set_fp16_partitioned_groups_flat` and
@@ -143,7 +160,7 @@ def _keep_them_at_stage_3() -> None:
 
 
 def partitions_by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """In the order in which each dtype comes first."""
+    """Group tensors by dtype, in the order in which each dtype comes first."""
     parts: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         parts.setdefault(tensor.dtype, []).append(tensor)
