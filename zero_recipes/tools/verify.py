@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from zero_recipes.checkpoint import save
-from zero_recipes.checkpoint.resume import code_in
+from zero_recipes.checkpoint import checksums, save, saved_model
+from zero_recipes.checkpoint.pickles import code_in
 from zero_recipes.core.files import NAMES, load_yaml
 from zero_recipes.core.findings import ending
 
@@ -30,12 +30,12 @@ def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False, re
         if code is not None:
             fault = ending("pickle", folder=folder, code=code)
     if fault is not None:
-        raise save.NotWhole(fault)
-    entries = save.compare_with_class(folder, trust_remote_code)
-    if not (folder / save.ADAPTER).is_file() and has_tokenizer(folder):
+        raise saved_model.NotWhole(fault)
+    entries = saved_model.compare_with_class(folder, trust_remote_code)
+    if not (folder / saved_model.ADAPTER).is_file() and has_tokenizer(folder):
         _read_tokenizer(folder, trust_remote_code)
     if deep:
-        save.refuse_bad_numbers(entries, zeros=True)
+        saved_model.refuse_bad_numbers(entries, zeros=True)
     files = {entry.file for entry in entries.values()}
     return {
         "tensors": len(entries),
@@ -54,7 +54,7 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:
     try:
         AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # the library's parsers raise what they like; tokenizers a bare Exception
-        raise save.NotWhole(ending("no_tokenizer", folder=folder, error=error)) from error
+        raise saved_model.NotWhole(ending("no_tokenizer", folder=folder, error=error)) from error
 
 
 def _added_to_checkpoint(folder: Path) -> str | None:
@@ -66,18 +66,18 @@ def _added_to_checkpoint(folder: Path) -> str | None:
 
 def _changed_since_saved(folder: Path, records: bool) -> str | None:
     """What differs from checksums.json, or None."""
-    path = folder / save.CHECKSUMS
+    path = folder / checksums.CHECKSUMS
     if not path.is_file():
         return _without_checksums(folder)
     try:
-        known = save.read_checksums(folder)
-        wrong = save.first_changed(folder, known["files"], "sha256")
+        known = checksums.read_checksums(folder)
+        wrong = checksums.first_changed(folder, known["files"], "sha256")
         if wrong is not None:
             return ending("changed", folder=folder, wrong=wrong)
-        added = sorted(set(save.loaded_files(folder)) - known["files"].keys())
+        added = sorted(set(checksums.loaded_files(folder)) - known["files"].keys())
         if added:
             return ending("added", folder=folder, names=", ".join(added[:3]))
-        wrong = save.first_changed(folder, known["records"], "sha256") if records else None
+        wrong = checksums.first_changed(folder, known["records"], "sha256") if records else None
     except (OSError, ValueError, TypeError) as error:
         return ending("checksums", path=path, error=error)
     if wrong is None:
@@ -99,7 +99,7 @@ def _without_checksums(folder: Path) -> str | None:
         return ending("no_checksums", path=resolved)
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         return ending("checksums", path=resolved, error=error)
-    return ending("no_checksums", path=folder / save.CHECKSUMS)
+    return ending("no_checksums", path=folder / checksums.CHECKSUMS)
 
 
 def _run_of(folder: Path) -> str | None:
