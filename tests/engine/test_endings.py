@@ -6,7 +6,8 @@ from tests.helpers import ending_cases
 from tests.helpers.ending_cases import strict
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, write_recipe
-from zero_recipes.checkpoint.save import checkpoint_fault, entries_of, refuse_bad_numbers
+from zero_recipes.checkpoint.save import checkpoint_fault
+from zero_recipes.checkpoint.saved_model import entries_of, refuse_bad_numbers
 
 # the decay multiplies matrices by -1e11 in each step: some steps later they are beyond fp32
 KEYS = {"bf16": False, "learning_rate": 100, "weight_decay": 1e9, "max_steps": 9, "save_model": True}

@@ -51,7 +51,7 @@ def runs(two, recipe, tmp_path_factory) -> dict[str, list[dict]]:
         # masters on NVMe begin with the 16-bit weights; for the comparison those of CPU offload do so, too
         more = {"disk": str(disk)}
         if strategy == "zero3_offload":
-            more["left_out"] = "zero_recipes.training.trainer.set_masters"
+            more["left_out"] = "zero_recipes.training.masters.set_masters"
         found[strategy] = two.run(family_cases.train_and_look_at_swap_files, argv=argv, **more)
     return found
 

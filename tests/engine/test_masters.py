@@ -23,7 +23,7 @@ SIZES = {"hidden": 256, "intermediate": 256}
 STEPS = 10
 TOLERANCE = 2e-3  # of the loss
 CHECKPOINTS = {"random": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-LEFT_OUT = "zero_recipes.training.trainer.set_masters"
+LEFT_OUT = "zero_recipes.training.masters.set_masters"
 
 
 def write_masters_recipe(folder: Path, dtype: torch.dtype | None, sizes: dict[str, int], **keys) -> Path:

@@ -13,7 +13,7 @@ from tests.engine.conftest import STRATEGIES
 from tests.helpers import cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import ROOT, arguments, llama_config, weights_apart, write_recipe, write_rows
-from zero_recipes.checkpoint import save
+from zero_recipes.checkpoint import checksums
 from zero_recipes.checks.capacity import checkpoint_bytes, read_at_resume
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
@@ -29,9 +29,9 @@ def test_model_and_samples_are_those_of_the_trained_one(trained, strategy):
     folder = trained(strategy).folder
     assert verify(folder, deep=True)["parameters"] == trained(strategy).metrics["parameters"]
     assert verify(folder / "checkpoint-6", deep=True), "its pickles hold data alone"
-    known = save.read_checksums(folder)
+    known = checksums.read_checksums(folder)
     written = {path.name for path in folder.iterdir() if path.is_file()}
-    assert written == {*known["files"], *known["records"], save.CHECKSUMS}, "no file that its checksums lack"
+    assert written == {*known["files"], *known["records"], checksums.CHECKSUMS}, "no file that its checksums lack"
     assert weights_apart(folder, trained("zero1").folder) < 1e-2  # bf16 rounds to 4e-3
     losses = [[entry["loss"] for entry in trained(name).metrics["eval_history"]] for name in (strategy, "zero1")]
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=2e-3)

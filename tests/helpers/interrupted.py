@@ -69,9 +69,10 @@ def sabotage(place: str, step: int) -> None:
     """Let this rank end in step `step` ("step", "terminate", "signal", "memory"), or while it saves after it."""
     import torch
 
-    from zero_recipes.training import trainer as training
+    from zero_recipes.checkpoint import manager
+    from zero_recipes.training.trainer import ZeroSFTTrainer as trainer
 
-    trainer, saves, save = training.ZeroSFTTrainer, [], torch.save
+    saves, save = [], torch.save
 
     def watch(owner, name: str, act, applies=lambda *_: bool(saves)) -> None:
         watched.enter_context(before(owner, name, lambda *args, **_: applies(*args) and act(*args)))
@@ -101,7 +102,7 @@ def sabotage(place: str, step: int) -> None:
             "weights": (trainer, "_save_optimizer_and_scheduler", die),
             "optimizer": (torch, "save", half, lambda _, path, *more: saves and "optim" in str(path)),
             "random": (trainer, "_save_rng_state", die),
-            "manifest": (training.save, "write_manifest", die),
+            "manifest": (manager, "write_manifest", die),
             "replace": (os, "replace", die, lambda _, path: saves and Path(path).name == "manifest.json"),
             "rotation": (shutil, "rmtree", some, lambda folder, *_: saves and "checkpoint-" in str(folder)),
         }[place]

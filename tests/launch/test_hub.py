@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.helpers import ending_cases
 from tests.helpers.tiny import arguments, write_recipe
 from tests.unit.test_metrics import OK_ROW
-from zero_recipes.checkpoint.save import NotWhole
+from zero_recipes.checkpoint.saved_model import NotWhole
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.verify import verify
 from zero_recipes.training import card

@@ -16,7 +16,8 @@ from tests.helpers.resuming import resume_recipe
 from tests.helpers.seeded import count, draw, grid
 from tests.helpers.tiny import ROOT, arguments
 from tests.helpers.two_ranks import two_ranks
-from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
+from zero_recipes.checkpoint.folders import numbered
+from zero_recipes.checkpoint.resume import checkpoint_to_resume
 from zero_recipes.checkpoint.save import checkpoint_fault, is_unfinished
 
 RESUME = ("--resume_from_checkpoint", "true")

@@ -10,7 +10,7 @@ from tests.helpers import ending_cases
 from tests.helpers.resuming import LORA, largest, resume_recipe
 from tests.helpers.seeded import count, draw
 from tests.helpers.tiny import arguments, write_recipe
-from zero_recipes.checkpoint.resume import numbered
+from zero_recipes.checkpoint.folders import numbered
 
 SAMPLED = {"sample_prompts": 8, "sample_max_new_tokens": 4, "per_device_eval_batch_size": 2, "save_model": True}
 SAMPLED |= {"dataset_test_split": "test"}

@@ -104,8 +104,7 @@ def proof_of(model: nn.Module, rates: tuple[float, float], schedule: str, steps:
     proof.ask(optimizer, model)
     lr_schedule = get_scheduler(schedule, optimizer, 1, steps)
     args = TrainingArguments("unused", use_cpu=True, learning_rate=rates[0], warmup_steps=1, lr_scheduler_type=schedule)
-    proof.hold(optimizer, model, None, lr_schedule)
-    proof.begin_schedule(lr_schedule, args, steps)
+    proof.hold(optimizer, model, None, lr_schedule, args, steps)
     return proof, optimizer, lr_schedule
 
 
@@ -165,8 +164,7 @@ def test_a_schedule_of_deepspeeds_keeps_the_ratio_of_rates(after, is_right):
     proof = OptimizerProof()
     proof.ask(optimizer, model)
     schedule = SimpleNamespace()
-    proof.hold(optimizer, model, None, schedule)
-    proof.begin_schedule(schedule, None, 10)
+    proof.hold(optimizer, model, None, schedule, None, 10)
     for group, rate in zip(optimizer.param_groups, after, strict=True):
         group["lr"] = rate
     if is_right:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from tests.helpers.tiny import ROOT
 from tests.helpers.tools import flip
-from zero_recipes.checkpoint.save import write_checksums
+from zero_recipes.checkpoint.checksums import write_checksums
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
 from zero_recipes.tools import main as cli

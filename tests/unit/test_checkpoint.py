@@ -17,7 +17,8 @@ from tests.helpers.tiny import llama_config
 from tests.helpers.tools import DAMAGES, refusal_of
 from zero_recipes.checkpoint import resume, save
 from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_misfit, refuse_other_data
-from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinished, numbered, resolve_resume_checkpoint
+from zero_recipes.checkpoint.folders import clear_unfinished, numbered, rotate
+from zero_recipes.checkpoint.resume import checkpoint_to_resume, resolve_resume_checkpoint
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import Recipe
@@ -26,7 +27,6 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED
 from zero_recipes.engine.faults.pickled_code import load_without_code, not_plain
 from zero_recipes.model.config import config_of_file
-from zero_recipes.training.trainer import rotate
 
 FACTS = {"strategy": "zero2", "zero_stage": 2, "world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 4}
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
 from tests.helpers.tiny import ROOT, llama_config, write_llama, write_rows
-from zero_recipes.checkpoint.save import write_checksums
+from zero_recipes.checkpoint.checksums import write_checksums
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.engine.faults.four_bit_on_cpu import keep_4bit_layout
 from zero_recipes.metrics.read_runs import SampleRow

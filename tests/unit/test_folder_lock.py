@@ -15,6 +15,7 @@ from tests.helpers.tools import contents, refusal_of
 from tests.unit.test_reshard_files import write_checkpoint
 from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checkpoint import save
+from zero_recipes.checkpoint.folders import rotate
 from zero_recipes.checkpoint.resume import Batch
 from zero_recipes.core import folder_lock
 from zero_recipes.core.files import PART
@@ -25,7 +26,6 @@ from zero_recipes.tools import main as cli
 from zero_recipes.tools import reshard as resharding
 from zero_recipes.tools.reshard import reshard
 from zero_recipes.training.answers import Answers
-from zero_recipes.training.trainer import rotate
 
 FORK = get_context("fork")
 BASE = ROOT / "tiny_world" / "base"

@@ -24,10 +24,12 @@ from transformers import TrainerControl, TrainerState
 from tests.helpers.ending_cases import strict
 from tests.helpers.report_runs import PARAMETERS, on_cpu
 from tests.helpers.tiny import ROOT
+from zero_recipes.checkpoint.manager import NotSaved, not_saved
 from zero_recipes.checkpoint.save import begin_checkpoint
 from zero_recipes.core import findings
 from zero_recipes.core.findings import REFUSAL_FILE, UNFINISHED, Finding, PeerFailed, Refusal, finding, print_ending
 from zero_recipes.core.process import PhaseClock
+from zero_recipes.engine.errors import is_echo
 from zero_recipes.engine.faults.failed_shards import failures_raised
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.failure import (
@@ -35,7 +37,6 @@ from zero_recipes.metrics.failure import (
     RankFailure,
     cause_of,
     failed_row,
-    is_echo,
     keep_failure,
     not_begun,
     signal_in,
@@ -45,7 +46,6 @@ from zero_recipes.metrics.probe import RankFigures, continued, percentile_90, st
 from zero_recipes.metrics.schema import FILE
 from zero_recipes.training.divergence import Diverged, StopAtDivergence, StopWithoutProgress
 from zero_recipes.training.session import Session
-from zero_recipes.training.trainer import NotSaved, not_saved
 
 OK_ROW = on_cpu("zero1")
 

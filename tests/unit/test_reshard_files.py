@@ -14,9 +14,11 @@ import torch
 
 from tests.helpers.tiny import ROOT, write_recipe
 from tests.helpers.tools import contents, plant, refusal_of
-from zero_recipes.checkpoint import resume, save
+from zero_recipes.checkpoint import resharded as copies
+from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
-from zero_recipes.checkpoint.save import NotWhole, checkpoint_fault, content_fault, write_manifest
+from zero_recipes.checkpoint.save import checkpoint_fault, content_fault, write_manifest
+from zero_recipes.checkpoint.saved_model import NotWhole
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes
 from zero_recipes.tools import main as cli
@@ -118,14 +120,14 @@ def test_a_copy_that_a_run_made_is_taken_as_long_as_its_checkpoint_is_the_same(t
         made.append(reshard(checkpoint, 1, 2)[0])
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(resume.subprocess, "run", command)
+    monkeypatch.setattr(copies.subprocess, "run", command)
     for _ in range(2):
-        resume._reshard(checkpoint, run, target)
+        copies._reshard(checkpoint, run, target)
         assert made == [target] and (target / save.OF_A_RUN).is_file() and save.checkpoint_fault(target) is None
     save.begin_checkpoint(target)  # its deletion was cut off
-    resume._reshard(checkpoint, run, target)
+    copies._reshard(checkpoint, run, target)
     save.write_manifest(checkpoint, {"step": 7, "recipe_sha256": "another"})
-    resume._reshard(checkpoint, run, target)
+    copies._reshard(checkpoint, run, target)
     assert len(made) == 3 and save.read_manifest(target)["recipe_sha256"] == "another"
 
 

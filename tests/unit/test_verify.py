@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.tiny import ROOT, llama_config
 from tests.helpers.tools import DAMAGES, contents, cut, flip
-from zero_recipes.checkpoint import save
+from zero_recipes.checkpoint import checksums, save, saved_model
 from zero_recipes.checkpoint.output_dir import claim_output_dir
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.verify import verify
@@ -50,7 +50,7 @@ def change(path: Path, **tensors: torch.Tensor | None) -> None:
 
 
 def fault(folder: Path, **keywords) -> str:
-    with pytest.raises(save.NotWhole) as caught:
+    with pytest.raises(saved_model.NotWhole) as caught:
         verify(folder, **keywords)
     return str(caught.value)
 
@@ -60,10 +60,10 @@ def test_whole_ones_raise_no_alarm(whole, sharded, adapter, tmp_path):
     for folder in (whole, sharded):
         found = verify(folder, deep=True)
         assert found["parameters"] == count and 2 * count < found["bytes"] < 2.1 * count
-    assert verify(adapter, deep=True)["tensors"] == len(load_file(adapter / save.ADAPTER)) > 0
+    assert verify(adapter, deep=True)["tensors"] == len(load_file(adapter / saved_model.ADAPTER)) > 0
     config = llama_config(tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "tied")
-    assert "lm_head.weight" not in load_file(tmp_path / "tied" / save.SINGLE), "tied weights may be absent"
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / saved_model.SINGLE), "tied weights may be absent"
     verify(tmp_path / "tied", deep=True)
     # a Qwen's configuration may name layers that it does not have
     names = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_window_layers": 28}
@@ -82,19 +82,19 @@ def test_whole_ones_raise_no_alarm(whole, sharded, adapter, tmp_path):
     ],
 )
 def test_names_and_shapes_of_one_file_and_of_shards(whole, sharded, tensors, message):
-    change(whole / save.SINGLE, **tensors)
+    change(whole / saved_model.SINGLE, **tensors)
     assert message in fault(whole)
-    shards = json.loads((sharded / save.INDEX).read_text())["weight_map"]
+    shards = json.loads((sharded / saved_model.INDEX).read_text())["weight_map"]
     change(sharded / shards[MATRIX], **tensors)
     assert message in fault(sharded)
 
 
 def test_adapters(adapter):
-    gone = next(name for name in load_file(adapter / save.ADAPTER) if "lora_B" in name)
-    before = (adapter / save.ADAPTER).read_bytes()
-    change(adapter / save.ADAPTER, **{gone: None})
+    gone = next(name for name in load_file(adapter / saved_model.ADAPTER) if "lora_B" in name)
+    before = (adapter / saved_model.ADAPTER).read_bytes()
+    change(adapter / saved_model.ADAPTER, **{gone: None})
     assert f"missing {gone}" in fault(adapter)
-    (adapter / save.ADAPTER).write_bytes(before)
+    (adapter / saved_model.ADAPTER).write_bytes(before)
     config = json.loads((adapter / "adapter_config.json").read_text())
     for values in ({"target_modules": ["nobody"]}, {"peft_type": "NOBODY"}):
         (adapter / "adapter_config.json").write_text(json.dumps(config | values))
@@ -104,7 +104,7 @@ def test_adapters(adapter):
 
 
 def test_numbers_are_read_only_by_deep(whole, capsys):
-    path, original = whole / save.SINGLE, load_file(whole / save.SINGLE)
+    path, original = whole / saved_model.SINGLE, load_file(whole / saved_model.SINGLE)
     broken = original[MATRIX].clone()
     broken[1, 2] = float("nan")
     for tensor, message in ((broken, f"{MATRIX} has 1 NaN"), (torch.zeros_like(broken), f"{MATRIX} is all zero")):
@@ -119,15 +119,15 @@ def test_numbers_are_read_only_by_deep(whole, capsys):
 
 def test_checksums_show_what_headers_do_not(whole, capsys):
     """Two matrices of one shape change places: headers, names and numbers are all in order."""
-    save.write_checksums(whole)
+    checksums.write_checksums(whole)
     verify(whole, deep=True)
-    tensors, other = load_file(whole / save.SINGLE), MATRIX.replace("layers.0", "layers.1")
-    change(whole / save.SINGLE, **{MATRIX: tensors[other], other: tensors[MATRIX]})
-    assert f"{save.SINGLE} is missing or was changed" in fault(whole, deep=True)
+    tensors, other = load_file(whole / saved_model.SINGLE), MATRIX.replace("layers.0", "layers.1")
+    change(whole / saved_model.SINGLE, **{MATRIX: tensors[other], other: tensors[MATRIX]})
+    assert f"{saved_model.SINGLE} is missing or was changed" in fault(whole, deep=True)
     assert cli.main(["verify", str(whole)]) == 1 and "SHA-256" in capsys.readouterr().err
-    (whole / save.CHECKSUMS).write_text("[]")
-    assert f"{save.CHECKSUMS} cannot be read" in fault(whole)
-    (whole / save.CHECKSUMS).unlink()
+    (whole / checksums.CHECKSUMS).write_text("[]")
+    assert f"{checksums.CHECKSUMS} cannot be read" in fault(whole)
+    (whole / checksums.CHECKSUMS).unlink()
     cut(whole / "tokenizer.json", random.Random(1))
     assert "its tokenizer cannot be read" in fault(whole)
 
@@ -145,27 +145,27 @@ def test_a_checkpoint_is_whole_with_all_files_of_its_manifest(whole):
 
 
 def test_files_that_are_lost_or_cut_off(whole, sharded, tmp_path):
-    path, data = whole / save.SINGLE, (whole / save.SINGLE).read_bytes()
+    path, data = whole / saved_model.SINGLE, (whole / saved_model.SINGLE).read_bytes()
     for damaged in (data[:-1], data[:100], b"", b"\xff" * 8 + data[8:]):
         path.write_bytes(damaged)
         assert "model.safetensors is truncated or damaged" in fault(whole)
     path.unlink()
     assert "no weights" in fault(whole) and "no weights" in fault(tmp_path / "nowhere")
-    index = json.loads((sharded / save.INDEX).read_text())
-    (sharded / save.INDEX).write_text("[]")
-    assert f"{save.INDEX} is truncated or damaged" in fault(sharded)
-    (sharded / save.INDEX).write_text(json.dumps(index))
+    index = json.loads((sharded / saved_model.INDEX).read_text())
+    (sharded / saved_model.INDEX).write_text("[]")
+    assert f"{saved_model.INDEX} is truncated or damaged" in fault(sharded)
+    (sharded / saved_model.INDEX).write_text(json.dumps(index))
     (sharded / index["weight_map"][MATRIX]).unlink()
     assert f"{index['weight_map'][MATRIX]} is truncated or damaged: No such file" in fault(sharded)
 
 
 def test_what_is_lost_or_added_after_a_save_is_seen(whole):
-    save.write_checksums(whole)
+    checksums.write_checksums(whole)
     (whole / "recipe.resolved.yaml").write_text("seed: 1\n")
     verify(whole)
-    (whole / save.CHECKSUMS).write_text('{"files": {}}')
+    (whole / checksums.CHECKSUMS).write_text('{"files": {}}')
     assert "also load" in fault(whole)
-    (whole / save.CHECKSUMS).unlink()
+    (whole / checksums.CHECKSUMS).unlink()
     assert "is missing, although the run wrote it" in fault(whole)
     (whole / "recipe.resolved.yaml").write_text("skip_checksums: true\n")
     verify(whole)
@@ -189,10 +189,10 @@ HARMLESS = ("notes.txt", "report.html", "slurm-7.log", "runs/events.out.tfevents
 def finished(whole) -> Path:
     """As a run leaves its folder."""
     (whole / "pretraining.json").unlink()  # the tiny world's own
-    save.write_checksums(whole)
+    checksums.write_checksums(whole)
     for name in RECORDS:
         (whole / name).write_text("{recipe_sha256: 1}" if name.endswith("yaml") else '{"recipe_sha256": "ab"}')
-    save.add_records(whole)
+    checksums.add_records(whole)
     verify(whole)
     return whole
 
@@ -225,13 +225,13 @@ def altered(folder: Path, names: list[str], added: tuple[str, ...]) -> Iterator[
 
 def test_every_alteration_of_what_a_run_wrote_is_seen(finished):
     names = sorted(contents(finished))
-    assert {*RECORDS, save.CHECKSUMS, save.SINGLE, "config.json", "tokenizer.json"} < set(names)
+    assert {*RECORDS, checksums.CHECKSUMS, saved_model.SINGLE, "config.json", "tokenizer.json"} < set(names)
     unseen = []
     for alteration in altered(finished, names, LOADED):
         try:
             verify(finished)
             unseen.append(alteration)
-        except save.NotWhole:
+        except saved_model.NotWhole:
             pass
     assert unseen == []
     for name in HARMLESS:
@@ -255,7 +255,7 @@ def test_every_alteration_of_a_checkpoint_is_seen(whole):
         try:
             verify(whole)
             unseen.append(alteration)
-        except save.NotWhole:
+        except saved_model.NotWhole:
             pass
     assert unseen == []
 
@@ -266,14 +266,14 @@ def test_who_rewrites_records_says_so(finished):
         (finished / name).write_text("written again")
     assert "README.md of" in fault(finished) and "The model is what was saved" in fault(finished)
     verify(finished, records=False)
-    save.update_records(finished, ["README.md", "loss.png"])
+    checksums.update_records(finished, ["README.md", "loss.png"])
     verify(finished)
     (finished / "metrics.json").write_text('{"status": "running"}')
     fault(finished)
     claim_output_dir(finished, overwrite=False)  # as the next run does
     verify(finished)
-    save.update_records(finished, ["README.md"])
-    assert save.read_checksums(finished)["records"] == {}, "push while it is not finished"
+    checksums.update_records(finished, ["README.md"])
+    assert checksums.read_checksums(finished)["records"] == {}, "push while it is not finished"
 
 
 def test_a_folder_that_is_not_there(tmp_path, capsys):

@@ -24,7 +24,7 @@ CITED = [
     ("transformers/trainer.py", "                use_mtime=True,\n", "training/trainer.py rotate"),
     ("transformers/trainer.py", "            rotate_checkpoints(\n", "training/trainer.py `_save_checkpoint`"),
     ("transformers/modeling_utils.py", "                unexpected_keys=set(),\n", "model.py refuse_other_keys"),
-    ("deepspeed/runtime/zero/stage3.py", "fp32_opt_state_partition.numel() * my_rank,", "checkpoint/resume.py _set"),
+    ("deepspeed/runtime/zero/stage3.py", "fp32_opt_state_partition.numel() * my_rank,", "checkpoint/resharded.py _set"),
     ("deepspeed/runtime/zero/partition_parameters.py", 'print_rank_0(f"Before Partitioning Param {param.ds_id}", force',
      "speed/releases.py"),
     ("torch/distributed/run.py", "        omp_num_threads = 1\n", "speed/host_threads.py"),

@@ -13,16 +13,8 @@ import torch
 from transformers import PretrainedConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from zero_recipes.checkpoint.save import (
-    ADAPTER,
-    STATE,
-    Entry,
-    NotWhole,
-    entries_of,
-    is_resharded,
-    read_manifest,
-    read_states_index,
-)
+from zero_recipes.checkpoint.save import STATE, is_resharded, read_manifest, read_states_index
+from zero_recipes.checkpoint.saved_model import ADAPTER, Entry, NotWhole, entries_of
 from zero_recipes.config.keys import tables
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
@@ -51,8 +43,9 @@ def recipe_facts(settings: Settings, strategy: Strategy) -> dict[str, Any]:
 def fit_findings(
     checkpoint: str, settings: Settings, strategy: Strategy, config: PretrainedConfig | None = None
 ) -> Iterator[Finding]:
-    """Without a manifest (named by its path) there are no values to compare, and the weights are.
+    """What a checkpoint and the run that would resume from it do not have in common.
 
+    Without a manifest (another program's checkpoint) there are no values to compare, and the weights are.
     `config`: of the model; None where it is not at hand.
     """
     if strategy.ds.on_nvme:
@@ -92,7 +85,7 @@ def fit_findings(
 def refuse_misfit(
     checkpoint: str, settings: Settings, strategy: Strategy, config: PretrainedConfig | None = None
 ) -> None:
-    """See fit_findings."""
+    """Raise the errors among `fit_findings` that the recipe does not ignore, as a Refusal."""
     findings = list(fit_findings(checkpoint, settings, strategy, config))
     raise_errors(downgraded(findings, ignored_codes(settings.ignore)))
 
@@ -109,7 +102,10 @@ def _order_by_world(settings: Settings) -> Iterator[str]:
 def refuse_other_data(
     checkpoint: str | None, settings: Settings, data_sha256: str, evaluation_sha256: str | None
 ) -> None:
-    """Of the training rows, and of the evaluation rows where both runs have some."""
+    """Refuse to resume on other rows: other training rows, or other evaluation rows where both runs have some.
+
+    `checkpoint`: None where the run starts fresh. The hashes are of this run's rows. Raises Refusal.
+    """
     if checkpoint is None:
         return
     written = read_manifest(Path(checkpoint)) or {}
@@ -124,7 +120,7 @@ def refuse_other_data(
 
 
 def _model_config(checkpoint: str, then: Mapping[str, Any] | None, settings: Settings) -> Iterator[Finding]:
-    """`then`: None in a manifest of an earlier version."""
+    """Keys of the model's configuration that have changed. `then`: None in a manifest of an earlier version."""
     if not then:
         return
     now = config_of_file(settings)
@@ -211,7 +207,7 @@ def _first(names: list[str]) -> str:
 
 
 def _missing_states(folder: Path, strategy: Strategy) -> Iterator[Finding]:
-    """Files without which a resume would go on with fresh states.
+    """Files that are missing, without which a resume would go on with fresh states.
 
     transformers 5.23, trainer.py `_load_optimizer_and_scheduler` loads neither where one is missing.
     DeepSpeed 0.19.8, runtime/engine.py `load_checkpoint` keeps the fresh optimizer.
@@ -231,7 +227,7 @@ def _missing_states(folder: Path, strategy: Strategy) -> Iterator[Finding]:
 
 
 def needs_reshard(written: Mapping | None, strategy: Strategy) -> bool:
-    """Whether `zero-recipes reshard` has to spread it over these processes."""
+    """Whether `zero-recipes reshard` has to spread a checkpoint over these processes. `written`: its manifest."""
     if written is None or not strategy.zero_stage or written.get("strategy") != strategy.name:
         return False
     return written["world_size"] != strategy.world_size
@@ -284,7 +280,7 @@ def _listed(keys: list[str], values: Mapping) -> str:
 
 
 def _resharded(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
-    """What would make it another run."""
+    """Settings under which a resharded checkpoint would go on as another run."""
     if strategy.zero_stage not in (1, 2, 3):
         yield finding("ZR712", name=strategy.name, checkpoint=checkpoint)
         return
@@ -304,7 +300,7 @@ def _resharded(checkpoint: str, settings: Settings, strategy: Strategy) -> Itera
 
 
 def _accelerator_config(settings: Settings) -> dict[str, Any]:
-    """All its values, defaults included, but `non_blocking`, which is speed."""
+    """All values of accelerator_config, defaults included, but `non_blocking`, which is speed."""
     own = settings.accelerator_config or {}
     if isinstance(own, str):
         own = {"file": own}

@@ -14,15 +14,11 @@ from pathlib import Path
 
 from torch.utils._pytree import tree_leaves  # noqa: PLC2701 - torch has no public place for it
 
+from zero_recipes.checkpoint.checksums import forget_records
 from zero_recipes.checkpoint.compatibility import refuse_misfit
-from zero_recipes.checkpoint.resume import (
-    checkpoint_to_resume,
-    clear_unfinished,
-    numbered,
-    requested_in,
-    resumes_in,
-)
-from zero_recipes.checkpoint.save import forget_records, is_foreign
+from zero_recipes.checkpoint.folders import clear_unfinished, numbered
+from zero_recipes.checkpoint.resume import checkpoint_to_resume, requested_in, resumes_in
+from zero_recipes.checkpoint.save import is_foreign
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import NAMES, PART
@@ -44,7 +40,7 @@ Inputs = Iterable[tuple[str, Path]]  # what a run reads: (what names it, an exis
 
 
 def saved_in(output_dir: Path) -> list[Path]:
-    """In another program's folder, all that a run overwrites."""
+    """What an earlier run saved in the folder; in another program's folder, all that a run overwrites."""
     patterns: Iterable[str] = WRITTEN
     if _is_ours(output_dir):
         patterns = ("*.safetensors", "pytorch_model*.bin")
@@ -64,7 +60,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _is_finished(metrics: Path) -> bool:
-    """One that cannot be read is kept."""
+    """Whether metrics.json is of a run that has ended well. One that cannot be read is kept."""
     try:
         return json.loads(metrics.read_text())["status"] not in UNFINISHED_STATUS
     except (FileNotFoundError, NotADirectoryError):
@@ -74,6 +70,7 @@ def _is_finished(metrics: Path) -> bool:
 
 
 def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) -> Inputs:
+    """What a run reads: its recipe, and whatever else a key or the environment names that exists."""
     named = {key: value for key, value in settings.as_dict().items() if key not in NOT_READ}
     named["the recipe"] = str(recipe)
     named["the working directory"] = str(Path.cwd())
@@ -89,7 +86,10 @@ def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) 
 
 
 def refuse_long_name(output_dir: Path) -> None:
-    """`_going` has the longest name beside the folder. Touches nothing: such a name cannot be looked up."""
+    """Refuse an output folder whose name is too long for the file system, where it cannot even be looked up.
+
+    `_going` has the longest name beside the folder. Touches nothing.
+    """
     *above, name = output_dir.resolve().parts
     limits = [(part, NAME_MAX) for part in above]
     limits.append((name, NAME_MAX - len(f"{PREVIOUS}{PART}")))
@@ -100,7 +100,7 @@ def refuse_long_name(output_dir: Path) -> None:
 
 
 def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Inputs = ()) -> None:
-    """Touches nothing. Refuses:
+    """Refuse an output folder with what is not this run's to write over. Touches nothing. That is:
 
     - a folder with what an earlier run or another program saved, unless the recipe resumes or overwrites its own;
     - to overwrite what the run reads;
@@ -142,7 +142,7 @@ def _refuse_foreign(output_dir: Path) -> None:
 
 @contextmanager
 def hold_output_dir(output_dir: Path) -> Iterator[None]:
-    """Collective. Rank 0 holds the lock.
+    """Hold the lock of the output folder within it, on rank 0. Collective.
 
     Raises Refusal on all ranks where another process writes into the folder, or it cannot be written.
     A run that is refused inside leaves no empty folder.
@@ -154,7 +154,10 @@ def hold_output_dir(output_dir: Path) -> Iterator[None]:
 
 
 def look_again(run: Run) -> Run:
-    """Another run may have trained in the folder before. Collective. Touches nothing. Raises Refusal."""
+    """Return the run with the checkpoint that is there now: another run may have trained in the folder before.
+
+    The caller holds the folder. Collective. Touches nothing. Raises Refusal.
+    """
     checkpoint = agree(partial(_checkpoint_now, run))[rank()]
     if checkpoint != run.checkpoint:
         say(f"{run.output_dir} has changed: resuming from {checkpoint or 'no checkpoint'}")
@@ -162,7 +165,7 @@ def look_again(run: Run) -> Run:
 
 
 def _checkpoint_now(run: Run) -> str | None:
-    """What `preflight` looks at too."""
+    """The checkpoint that the run resumes from, looked for again as `preflight` does."""
     settings = run.recipe.settings
     requested = requested_in(run.output_dir, settings)
     inputs = inputs_of(settings, run.recipe.path, os.environ)

@@ -11,7 +11,7 @@ from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, entries_of
+from zero_recipes.checkpoint.saved_model import ADAPTER, INDEX, SINGLE, NotWhole, entries_of
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import Recipe

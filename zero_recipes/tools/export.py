@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import transformers
 
-from zero_recipes.checkpoint.save import add_records, compare_with_class, write_checksums
+from zero_recipes.checkpoint.checksums import add_records, write_checksums
+from zero_recipes.checkpoint.saved_model import compare_with_class
 from zero_recipes.config.command_line import named_on
 from zero_recipes.core.findings import RunFailed, finding, refusal
 from zero_recipes.core.folder_lock import LOCK, held

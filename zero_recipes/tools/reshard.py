@@ -1,7 +1,7 @@
 """`zero-recipes reshard`: convert a checkpoint to another ZeRO stage and world size.
 
 Each parameter's master and moments are read without a launch and written by name.
-checkpoint/resume.py loads them at any stage and world size.
+checkpoint/resharded.py loads them at any stage and world size.
 DeepSpeed's universal checkpoint refuses 3 to 2 and 2 to 3 (runtime/state_dict_factory.py).
 At stage 3 it gives all groups one step counter:
 runtime/zero/stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`.
@@ -32,7 +32,9 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_recipes.checkpoint import save
-from zero_recipes.checkpoint.resume import ADAM_STATES, HYPERPARAMETERS, Batch, code_in, code_refusal
+from zero_recipes.checkpoint.pickles import code_in, code_refusal
+from zero_recipes.checkpoint.resharded import ADAM_STATES, HYPERPARAMETERS
+from zero_recipes.checkpoint.resume import Batch
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.files import NAMES, PART
 from zero_recipes.core.findings import Refusal, finding, first_line, refusal

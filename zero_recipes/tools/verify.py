@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from zero_recipes.checkpoint import save
-from zero_recipes.checkpoint.resume import code_in
+from zero_recipes.checkpoint import checksums, save, saved_model
+from zero_recipes.checkpoint.pickles import code_in
 from zero_recipes.core.files import NAMES, load_yaml
 from zero_recipes.core.findings import first_line
 
@@ -30,12 +30,12 @@ def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False, re
         if code is not None:
             fault = f"{folder} holds {code}. Loading a pickle can run any program, so it was not loaded."
     if fault is not None:
-        raise save.NotWhole(fault)
-    entries = save.compare_with_class(folder, trust_remote_code)
-    if not (folder / save.ADAPTER).is_file() and has_tokenizer(folder):
+        raise saved_model.NotWhole(fault)
+    entries = saved_model.compare_with_class(folder, trust_remote_code)
+    if not (folder / saved_model.ADAPTER).is_file() and has_tokenizer(folder):
         _read_tokenizer(folder, trust_remote_code)
     if deep:
-        save.refuse_bad_numbers(entries, zeros=True)
+        saved_model.refuse_bad_numbers(entries, zeros=True)
     files = {entry.file for entry in entries.values()}
     return {
         "tensors": len(entries),
@@ -56,7 +56,7 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:
         AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # the library's parsers raise what they like; tokenizers a bare Exception
         why = f"its tokenizer cannot be read: {first_line(error)}"
-        raise save.NotWhole(f"{folder} is not complete: {why}") from error
+        raise saved_model.NotWhole(f"{folder} is not complete: {why}") from error
 
 
 def _added_to_checkpoint(folder: Path) -> str | None:
@@ -68,19 +68,19 @@ def _added_to_checkpoint(folder: Path) -> str | None:
 
 def _changed_since_saved(folder: Path, records: bool) -> str | None:
     """What differs from checksums.json, or None."""
-    path = folder / save.CHECKSUMS
+    path = folder / checksums.CHECKSUMS
     if not path.is_file():
         return _without_checksums(folder)
     try:
-        known = save.read_checksums(folder)
-        wrong = save.first_changed(folder, known["files"], "sha256")
+        known = checksums.read_checksums(folder)
+        wrong = checksums.first_changed(folder, known["files"], "sha256")
         if wrong is not None:
             why = f"{wrong} is missing or was changed (SHA-256)"
             return f"{folder} is damaged: {why}. Save or copy it again."
-        added = sorted(set(save.loaded_files(folder)) - known["files"].keys())
+        added = sorted(set(checksums.loaded_files(folder)) - known["files"].keys())
         if added:
             return f"{folder} was changed after saving: it would also load {', '.join(added[:3])}."
-        wrong = save.first_changed(folder, known["records"], "sha256") if records else None
+        wrong = checksums.first_changed(folder, known["records"], "sha256") if records else None
     except (OSError, ValueError, TypeError) as error:
         return _unreadable(path, error)
     if wrong is None:
@@ -103,7 +103,7 @@ def _without_checksums(folder: Path) -> str | None:
         return _missing(resolved)
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         return _unreadable(resolved, error)
-    return _missing(folder / save.CHECKSUMS)
+    return _missing(folder / checksums.CHECKSUMS)
 
 
 def _missing(path: Path) -> str:

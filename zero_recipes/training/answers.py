@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from zero_recipes.metrics.scores import scores_of
 
 @dataclass
 class Answers:
-    """In the order of the samples; losses: mean over the reference's tokens, None without."""
+    """Answers to the sample prompts, in their order; losses: mean over the reference's tokens, None without."""
 
     texts: list[str]
     reference_losses: list[float | None]
@@ -33,8 +33,10 @@ class Answers:
 def generate_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], max_new_tokens: int, device
 ) -> list[str]:
-    """Greedy answers to one batch. Collective where the model is sharded (ZeRO stage 3, FSDP): transformers keeps the
-    ranks together then."""
+    """Answer one batch of prompts greedily.
+
+    Collective where the model is sharded (ZeRO stage 3, FSDP): transformers keeps the ranks together then.
+    """
     room, max_new_tokens = places(model, max_new_tokens)
     rows = []
     for sample in samples:
@@ -55,7 +57,10 @@ def generate_texts(
 def reference_losses(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], device
 ) -> list[float | None]:
-    """Mean negative log-likelihood per reference token, in nats; None where a row has none. Collective as above."""
+    """The mean negative log-likelihood per reference token of each sample, in nats; None where it has none.
+
+    Collective where the model is sharded.
+    """
     inputs = _padded(tokenizer, [list(sample.ids) or _start(tokenizer) for sample in samples], "right")
     logits = model(**inputs.to(device), use_cache=False).logits
     losses: list[float | None] = []
@@ -69,7 +74,7 @@ def reference_losses(
 
 
 def places(model: PreTrainedModel, max_new_tokens: int) -> tuple[int, int]:
-    """(tokens of a prompt, of its answer); at least half of the model's places are the prompt's."""
+    """How many tokens fit into the model: (of a prompt, of its answer). At least half of them are the prompt's."""
     count = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     room = max(count - max_new_tokens, count // 2, 1)
     return room, max(1, min(max_new_tokens, count - room))
@@ -78,6 +83,7 @@ def places(model: PreTrainedModel, max_new_tokens: int) -> tuple[int, int]:
 def print_prompts_cut(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], max_new_tokens: int
 ) -> None:
+    """Say how many prompts are longer than the model has places for, if any is."""
     room, _ = places(model, max_new_tokens)
     longer = sum(len(prompt_ids(tokenizer, sample)) > room for sample in samples)
     if longer:
@@ -85,11 +91,12 @@ def print_prompts_cut(
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> list[int]:
+    """The token ids of a sample's prompt; a chat template has put its special tokens in already."""
     return tokenizer(sample.prompt, add_special_tokens=not sample.templated)["input_ids"]
 
 
 def _start(tokenizer) -> list[int]:
-    """The ids of an empty prompt: one token to start from."""
+    """One token to start from, for an empty prompt."""
     return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
 
 
@@ -101,8 +108,11 @@ def _padded(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]], side: str
 def answer(
     trainer: Trainer, samples: list[Sample], max_new_tokens: int, before_batch: Callable[[], None] = lambda: None
 ) -> Answers:
-    """Collective: each rank answers its share. Under ZeRO stage 3 every forward pass gathers parameters from all ranks,
-    so all take the same number of batches and `synced_gpus` keeps them generating until the slowest has ended."""
+    """Let the trainer's model answer the samples, each rank its share. Collective.
+
+    Under ZeRO stage 3 every forward pass gathers parameters from all ranks: all take the same number of batches, and
+    `synced_gpus` keeps them generating until the slowest has ended. `before_batch`: called before each batch.
+    """
     if not samples:
         return Answers([], [])
     share = math.ceil(len(samples) / trainer.accelerator.num_processes)
@@ -133,27 +143,13 @@ def answer(
     return Answers(texts, losses)
 
 
-def answer_before(trainer: Trainer, samples: list[Sample], max_new_tokens: int) -> Answers:
-    """Before the first step of this process. Collective."""
-    if trainer.args.process_index == 0 and samples:
-        if trainer.state.global_step:
-            print(f"sample prompts: `before` has the answers after step {trainer.state.global_step}", flush=True)
-        print_prompts_cut(trainer.model, trainer.processing_class, samples, max_new_tokens)
-    return answer(trainer, samples, max_new_tokens)
-
-
-def answers_carried(history: dict[str, Any], samples: list[Sample]) -> Answers | None:
-    """None where a checkpoint's history has none or was given other prompts."""
-    before = history.get("answers_before") or {}
-    if before.get("prompts") != [sample.prompt for sample in samples]:
-        return None
-    return Answers(before["texts"], before["reference_losses"])
-
-
 def sample_rows(
     samples: list[Sample], before: Answers | None, after: Answers, metrics: Mapping[str, Any]
 ) -> list[SampleRow]:
-    """Rows of samples.jsonl. `before`: None where there is no base answer. No scores where there is no reference."""
+    """The rows of samples.jsonl. A prompt without a reference has no scores.
+
+    `before`: None where there is no base answer. `metrics`: {name: metric}.
+    """
 
     def scored(sample: Sample, answers: Answers, number: int) -> tuple[dict[str, float | None], dict[str, str]]:
         if sample.reference is None:
@@ -174,12 +170,13 @@ def sample_rows(
 
 
 def write_rows(path: Path, rows: list[SampleRow]) -> None:
+    """Write samples.jsonl, one row a line."""
     lines = [strict_json(row.model_dump()) for row in rows]
     write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
-    """`source`: where the prompts come from."""
+    """Print the first rows as a table, and the mean of each score over all rows. `source`: of the prompts."""
     console = terminal()
     shown = rows[:most]
     columns = ["prompt", "before", "after", "reference"]
@@ -199,3 +196,54 @@ def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
     for name, (error, count) in metric_errors(rows).items():
         line = f"no score of {count} of {len(rows)} rows, where it fails: {error}"
         console.print(plain(f"  {name:15s} {line}"), soft_wrap=True)
+
+
+class SamplePrompts:
+    """The prompts that a model answers before and after training, and its answers from before.
+
+    A checkpoint carries those answers, since a resumed run's model is trained.
+
+    Args:
+        samples: the prompts, with references where there are any.
+        max_new_tokens: of an answer.
+        metrics: {name: metric} that answers are scored with.
+    """
+
+    def __init__(self, samples: Sequence[Sample], max_new_tokens: int, metrics: Mapping[str, Any]):
+        self.samples = samples
+        self.max_new_tokens = max_new_tokens
+        self.metrics = metrics
+        self.before: Answers | None = None
+
+    @property
+    def _prompts(self) -> list[str]:
+        return [sample.prompt for sample in self.samples]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps for `load_state_dict`, as JSON can hold it."""
+        return {"prompts": self._prompts} | vars(self.before)
+
+    def load_state_dict(self, carried: Mapping[str, Any] | None) -> None:
+        """Take up the answers that a checkpoint carries; not where it has none, or those to other prompts."""
+        self.before = None
+        if carried and carried.get("prompts") == self._prompts:
+            self.before = Answers(carried["texts"], carried["reference_losses"])
+
+    def ask_before(self, trainer: Trainer) -> None:
+        """Let the model answer before the first step of this process. Collective."""
+        if trainer.args.process_index == 0 and self.samples:
+            if trainer.state.global_step:
+                print(f"sample prompts: `before` has the answers after step {trainer.state.global_step}", flush=True)
+            print_prompts_cut(trainer.model, trainer.processing_class, self.samples, self.max_new_tokens)
+        self.before = answer(trainer, self.samples, self.max_new_tokens)
+
+    def ask_after(self, trainer: Trainer, before_batch: Callable[[], None]) -> None:
+        """Let the trained model answer; rank 0 writes samples.jsonl and prints a table. Collective.
+
+        `before_batch`: called before each batch of prompts; what it raises cuts the answers short.
+        """
+        after = answer(trainer, self.samples, self.max_new_tokens, before_batch)
+        if trainer.args.process_index == 0 and self.samples:
+            rows = sample_rows(self.samples, self.before, after, self.metrics)
+            write_rows(Path(trainer.args.output_dir, "samples.jsonl"), rows)
+            show_samples(rows, f"from {self.samples[0].source}")

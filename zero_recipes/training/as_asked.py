@@ -35,11 +35,11 @@ OF_BLOCK["adamw"] = OF_BLOCK["adam"]
 
 
 class NotAsAsked(RunFailed):
-    """The run would train something else than the recipe says."""
+    """A run would train with another optimizer, or with other learning rates, than its recipe says."""
 
 
 def refuse(differences: list[str]) -> None:
-    """Raises NotAsAsked where there are any."""
+    """Raise NotAsAsked with these differences; nothing where there are none."""
     if not differences:
         return
     shown = differences[:SHOWN]
@@ -55,7 +55,7 @@ def refuse(differences: list[str]) -> None:
 
 
 def optimizer_differences(asked: OptimizerFacts, built: OptimizerFacts, trained: set[str]) -> list[str]:
-    """Where the optimizer that was built is not the one that was asked for, in words with both values.
+    """Say where the optimizer that was built is not the one that was asked for, in words with both values.
 
     `trained`: names of the parameters that have gradients.
     """
@@ -96,7 +96,10 @@ def _named(names) -> str:
 
 
 def block_differences(block: Mapping[str, Any], built: OptimizerFacts, trained: set[str]) -> list[str]:
-    """The same of an optimizer block of a ds_config, "auto" filled in: all parameters have its settings."""
+    """Say where the optimizer that was built is not what an optimizer block of a ds_config asks for.
+
+    `block`: with "auto" filled in; all parameters have its settings. `trained`: names of what has gradients.
+    """
     kind = str(block["type"])
     parameters = dict(block.get("params") or {})
     is_adam = kind.lower() in ("adam", "adamw")
@@ -129,14 +132,31 @@ class OptimizerProof:
         self._last_step: int | None = None
 
     def ask(self, optimizer: Any, model: torch.nn.Module) -> None:
-        """`optimizer`: as transformers has made it."""
+        """Take note of the optimizer that is asked for: `optimizer`, as transformers has made it."""
         if isinstance(optimizer, torch.optim.Optimizer):
             self.asked = optimizers.optimizer_facts(optimizer, model)
 
-    def hold(self, optimizer: Any, model: torch.nn.Module, block: Mapping[str, Any] | None, schedule: Any) -> None:
-        """Compare the optimizer that will step. Raises NotAsAsked.
+    def hold(
+        self,
+        optimizer: Any,
+        model: torch.nn.Module,
+        block: Mapping[str, Any] | None,
+        schedule: Any,
+        args: TrainingArguments,
+        steps: int,
+    ) -> None:
+        """Compare the optimizer that will step with the one that was asked for, and take note of its schedule.
 
-        `block`: the ds_config's optimizer, "auto" filled in; None without. `schedule`: the one in force.
+        Args:
+            optimizer: the one that will step.
+            model: whose parameters are in it.
+            block: the ds_config's optimizer, "auto" filled in; None without.
+            schedule: the one in force, fresh or loaded from a checkpoint.
+            args: ask for the schedule.
+            steps: of the whole run.
+
+        Raises:
+            NotAsAsked: where a library has put something else in its place.
         """
         trained = optimizers.trained_names(model)
         built = optimizers.optimizer_facts(optimizer, model)
@@ -144,20 +164,18 @@ class OptimizerProof:
         if block is None and self.asked is not None:
             rates_of = self.asked
         self._first_rates = {name: settings["lr"] for name, settings in rates_of.settings.items()}
-        if not isinstance(_unwrapped(schedule), LambdaLR):
+        schedule = _unwrapped(schedule)
+        has_factor = isinstance(schedule, LambdaLR)
+        if not has_factor:
             built = _without_scheduled(built)
         if block is not None:
             refuse(block_differences(block, built, trained))
         elif self.asked is not None:
             refuse(optimizer_differences(self.asked, built, trained))
-
-    def begin_schedule(self, schedule: Any, args: TrainingArguments, steps: int) -> None:
-        """`schedule`: the one in force, fresh or loaded from a checkpoint. `steps`: of the whole run."""
-        schedule = _unwrapped(schedule)
         self._watched = 0
         self._last_step = None
         self._begun_at = getattr(schedule, "last_epoch", 0) or 0
-        self._factor = _plain_factor(args, steps) if isinstance(schedule, LambdaLR) else None
+        self._factor = _plain_factor(args, steps) if has_factor else None
 
     def hold_rates(self, optimizer: Any, model: torch.nn.Module, step: int, was_skipped: bool) -> None:
         """Compare the learning rates of the next step, after one of the first. Raises NotAsAsked.

@@ -19,17 +19,17 @@ from huggingface_hub.repocard import metadata_load
 from jinja2 import Environment, Template
 from markupsafe import Markup
 
-from zero_recipes.checkpoint.save import (
-    ADAPTER,
+from zero_recipes.checkpoint.checksums import (
     CHECKSUMS,
     checksums_document,
     read_checksums,
     saved_files,
     update_records,
 )
+from zero_recipes.checkpoint.saved_model import ADAPTER
 from zero_recipes.core import units
 from zero_recipes.core.files import NAMES, load_yaml, strict_json, write_text
-from zero_recipes.core.findings import RunFailed, ending
+from zero_recipes.core.findings import RunFailed, first_line
 from zero_recipes.data.load import on_hub
 from zero_recipes.metrics import read_runs, schema
 
@@ -39,7 +39,10 @@ HUB_SECONDS = 600  # without a byte of an answer
 
 
 def write_card(folder: Path, out: Path | None = None) -> None:
-    """From what a run has written so far. `out`: where the model was exported to."""
+    """Write the model card and its picture of the losses, from what a run has written so far.
+
+    `folder`: the run's output folder. `out`: where the model was exported to; None: `folder`.
+    """
     run = schema.Metrics.read(folder / schema.FILE)
     recipe = _recipe(folder)
     base = recipe.get("model_name_or_path") or run.model
@@ -143,7 +146,10 @@ def _data(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def licence_of(name: str | None, kind: str, revision: str | None = None) -> str | None:
-    """By the README.md in a folder or in the hub's cache. `kind`: model or dataset."""
+    """The licence of a model or data set, by the README.md in its folder or in the hub's cache; None if unknown.
+
+    `kind`: "model" or "dataset".
+    """
     path = Path(str(name)) / README
     if not path.is_file():
         path = try_to_load_from_cache(name, README, repo_type=kind, revision=revision) if on_hub(name) else None
@@ -158,7 +164,7 @@ def licence_of(name: str | None, kind: str, revision: str | None = None) -> str 
 
 
 def redacted(value: Any) -> Any:
-    """Without paths of this machine: of each, its last name. Other text stays."""
+    """The same value without paths of this machine: of each, its last name. Other text stays."""
     if isinstance(value, Mapping):
         return {key: redacted(each) for key, each in value.items() if key not in SECRET}
     if isinstance(value, list):
@@ -180,13 +186,19 @@ class NotPushed(RunFailed):
 
 
 def hub(token: str | None) -> HfApi:
-    """huggingface_hub 1.x (utils/_http.py `default_client_factory`) waits for an answer for ever."""
+    """The hub's client, with a limit to its waiting.
+
+    huggingface_hub 1.x (utils/_http.py `default_client_factory`) waits for an answer for ever.
+    """
     get_session().timeout = HUB_SECONDS
     return HfApi(token=token)
 
 
 def push(folder: Path, repo: str, token: str | None = None, revision: str | None = None) -> str:
-    """One commit without checkpoints, logs, failures and pickles. Returns its address. Raises NotPushed."""
+    """Push a run's model, card, measurements and recipe to the hub, in one commit.
+
+    Checkpoints, logs, failures and pickles stay here. Returns the commit's address. Raises NotPushed.
+    """
     write_card(folder)
     update_records(folder, [README, PICTURE])
     names = {*saved_files(folder), README, PICTURE, SAMPLES, schema.FILE, RECIPE, "generation_config.json"}
@@ -195,7 +207,7 @@ def push(folder: Path, repo: str, token: str | None = None, revision: str | None
         try:
             known = read_checksums(folder)
         except (OSError, ValueError, TypeError) as error:
-            raise NotPushed(ending("checksums", path=folder / CHECKSUMS, error=error)) from error
+            raise NotPushed(f"{folder / CHECKSUMS} cannot be read: {first_line(error)}") from error
         pushed = {kind: _of_pushed(sums, contents) for kind, sums in known.items()}
         contents[CHECKSUMS] = strict_json(checksums_document(**pushed), indent=2).encode()
     operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
@@ -203,7 +215,10 @@ def push(folder: Path, repo: str, token: str | None = None, revision: str | None
         message = "Model, card, measurements and recipe"
         return hub(token).create_commit(repo, operations, commit_message=message, revision=revision).commit_url
     except Exception as error:  # of huggingface_hub and the network, of many kinds
-        raise NotPushed(ending("not_pushed", folder=folder, repo=repo, error=error)) from error
+        raise NotPushed(
+            f"{folder} is saved, but was not pushed to {repo}: {first_line(error)}. To push it again: "
+            f"zero-recipes push {folder} --hub_model_id {repo}"
+        ) from error
 
 
 def _of_pushed(sums: Mapping[str, str], contents: Mapping[str, str | bytes]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from zero_recipes.core.findings import RunFailed, ending
+from zero_recipes.core.findings import RunFailed
 from zero_recipes.core.process import say
 from zero_recipes.engine.deepspeed import is_partitioned
 from zero_recipes.engine.fsdp import local
@@ -15,12 +15,15 @@ from zero_recipes.metrics.callback import StageMetricsCallback
 
 
 class Diverged(RunFailed):
-    """The weights are lost: no model is saved, and the checkpoints before it are as they were."""
+    """Training has diverged: no model is saved, and the checkpoints before it are as they were."""
 
     status = "diverged"
 
     def __init__(self, what: str):
-        super().__init__(ending("diverged", what=what))
+        super().__init__(
+            f"training diverged: {what}. No model is saved; earlier checkpoints are kept. Lower learning_rate or "
+            "max_grad_norm, use a longer warmup, train in bf16 instead of fp16, and check the rows of these steps."
+        )
 
 
 class StopAtDivergence(TrainerCallback):
@@ -53,7 +56,7 @@ class StopAtDivergence(TrainerCallback):
 
 
 class StopWithoutProgress(EarlyStoppingCallback):
-    """transformers', whose count goes on in a resumed run under this run's patience.
+    """transformers' early stopping, whose count goes on in a resumed run under this run's patience.
 
     transformers 5.23 restores neither or both (trainer.py `_load_callback_state`), and saves no checkpoint where the
     one before it had no such count (`_save_checkpoint`, a KeyError).
@@ -84,6 +87,7 @@ class StopWithoutProgress(EarlyStoppingCallback):
 
 
 def not_finite(metrics: StageMetricsCallback) -> list[str]:
+    """What was NaN or infinite in the last step, in words with the value. In fp16 a gradient norm may be."""
     loss, norm = metrics.last_step
     wrong = []
     if not math.isfinite(loss):

@@ -36,7 +36,7 @@ from zero_recipes.training.token_loss import share_sequences
 
 @dataclass(frozen=True)
 class Inputs:
-    """Complete, and the same on every rank."""
+    """What a trainer is made of beside the model: complete, and the same on every rank."""
 
     arguments: SFTConfig  # SFTTrainer takes the rows as they are
     peft_config: Any  # None without an adapter
@@ -47,7 +47,7 @@ class Inputs:
 
 
 def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
-    """The libraries are set up for this run. Collective. Raises Refusal on all ranks."""
+    """Set up the libraries for a run, and make what its trainer is given. Collective. Raises Refusal on all ranks."""
     settings = run.settings
     arguments = run.trl_arguments().training
     peft_config = adapter_config(settings, has_weights=True)
@@ -68,7 +68,7 @@ def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
 
 
 def load_model(run: Run, inputs: Inputs, clock: PhaseClock) -> PreTrainedModel:
-    """The last that can refuse."""
+    """Load the model of a run, the last thing that can refuse it. Raises Refusal."""
     data = inputs.data
     refuse_other_data(run.checkpoint, run.settings, data.data_sha256, data.evaluation_sha256)
     with clock.phase("model"):
@@ -96,7 +96,10 @@ def _set_up_libraries(run: Run, arguments: SFTConfig) -> None:
 
 
 def _log_in(run: Run, arguments: SFTConfig) -> None:
-    """Before the weights are loaded: the repository is created, and wandb's callback logs in, after that."""
+    """Log in to what the run reports and pushes to, before the weights are loaded.
+
+    The repository is created, and wandb's callback logs in, after that.
+    """
     if "wandb" in arguments.report_to and os.environ.get("WANDB_MODE", "online") == "online":
         once(library_error_as_finding("logging in (report_to: wandb)")(import_module("wandb").login), "logs in")
     if run.settings.push_to_hub:

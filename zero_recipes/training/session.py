@@ -10,14 +10,11 @@ from typing import Self
 from torch import nn
 from transformers import PreTrainedModel
 
+from zero_recipes.checkpoint.checksums import add_records
+from zero_recipes.checkpoint.folders import steps_behind
 from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir, look_again
-from zero_recipes.checkpoint.resume import (
-    forget_resharded,
-    resharded_where_needed,
-    resolve_resume_checkpoint,
-    steps_behind,
-)
-from zero_recipes.checkpoint.save import add_records
+from zero_recipes.checkpoint.resharded import forget_resharded, resharded_where_needed
+from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
 from zero_recipes.checks.schedule import length_described
 from zero_recipes.config.resolved_recipe import write_resolved
 from zero_recipes.config.run import Run
@@ -37,7 +34,10 @@ SHOWN = 600  # characters of a row, before training
 
 
 class Session:
-    """Collective. A failure leaves failure.rankN.json and metrics.json, a refusal nothing."""
+    """One run on this rank, from its lock on the output folder to its end. Collective.
+
+    A failure within it leaves failure.rankN.json and metrics.json, a refusal nothing.
+    """
 
     def __init__(self, run: Run, clock: PhaseClock):
         self.run = run
@@ -57,16 +57,16 @@ class Session:
             self._open = opening.pop_all()
         return self
 
-    def __exit__(self, *ending) -> bool | None:
-        return self._open.__exit__(*ending)
+    def __exit__(self, *raised) -> bool | None:
+        return self._open.__exit__(*raised)
 
     def choose_checkpoint(self) -> Run:
-        """Nobody else changes the folder now. Collective."""
+        """Choose the checkpoint that the run resumes from: nobody else changes the folder now. Collective."""
         self.run = resolve_resume_checkpoint(look_again(self.run))
         return self.run
 
     def claim(self, inputs: Inputs, model: PreTrainedModel) -> Run:
-        """What an earlier run left in the folder may go. Nothing refuses after this.
+        """Make the folder this run's: what an earlier run left in it may go. Nothing refuses after this.
 
         Collective. Returns the run with the checkpoint that it loads.
         """
@@ -95,17 +95,17 @@ class Session:
         return run
 
     def show_trained(self, model: nn.Module) -> None:
-        """The trainer's, with its adapter."""
+        """Print what of the trainer's model trains, its adapter with it."""
         if rank() == 0:
             print(f"{'trains':<14}{trained_parts(model)}", flush=True)
 
     def progress(self, saved: str) -> None:
-        """`saved`: what is known of the model."""
+        """Keep what is measured so far. `saved`: what is known of the model."""
         self.saved = saved
         self.metrics.write("running", saved)
 
     def finish(self) -> None:
-        """The run is over. What fails from here on leaves its metrics as they are."""
+        """Write what remains: the run is over, and what fails from here on leaves its metrics as they are."""
         self.metrics.write()
         self.finished = True
         remember_signals(False)
@@ -121,7 +121,7 @@ class Session:
                 print(f"next: zero-recipes report {folder}", flush=True)
 
     def push_if_requested(self, inputs: Inputs) -> None:
-        """Every rank waits, however long it takes. Collective."""
+        """Push the folder to the hub where the recipe says so; every rank waits, however long. Collective."""
         if self.repository is None:
             return
         with rank_0_writes():
@@ -136,8 +136,8 @@ class Session:
             yield
         except Refusal:
             raise
-        except Preempted as ending:
-            self.metrics.write(ending.status, str(ending))
+        except Preempted as preempted:
+            self.metrics.write(preempted.status, str(preempted))
             raise
         except Exception as error:
             self._record(error)
@@ -189,7 +189,7 @@ def _write_launch(run: Run, inputs: Inputs, model: PreTrainedModel) -> None:
 
 
 def _create_repository(run: Run, inputs: Inputs) -> str | None:
-    """On every rank; None where none is requested. Collective."""
+    """Create the repository to push to, and return its name on every rank; None where none is asked for. Collective."""
     if not run.settings.push_to_hub:
         return None
     args = inputs.arguments

@@ -11,7 +11,10 @@ class CutShort(Exception):
 
 
 class Signals:
-    """Of one training. `obeyed`: whether a checkpoint can be gone on from. They count from `listen` on."""
+    """The signals that come to one training. They count from `listen` on.
+
+    `obeyed`: whether they save a checkpoint and end the run; else they end the process as ever.
+    """
 
     def __init__(self, obeyed: bool = False):
         self.obeyed = obeyed
@@ -19,13 +22,13 @@ class Signals:
         self.evaluation_due = False  # one was cut short: the run that goes on evaluates first
 
     def listen(self) -> None:
-        """From now on a signal does not end this process."""
+        """Begin to listen: from now on a signal does not end this process, if signals are obeyed."""
         self.are_heard = self.obeyed
         if self.are_heard:
             remember_signals(True)
 
     def raise_if_any(self, device: torch.device) -> None:
-        """Raises CutShort on all ranks where a signal has come to one. Collective."""
+        """Raise CutShort on all ranks where a signal has come to one. Collective."""
         own = torch.tensor([[float(signalled())]], device=device)
         if gather_rows(own).any():
             raise CutShort

@@ -37,12 +37,15 @@ class TokenWeights:
 
     @property
     def shares_sequences(self) -> bool:
-        """By Ulysses."""
+        """Whether the processes share each sequence, by Ulysses."""
         parallelism = self.trainer.accelerator.parallelism_config
         return parallelism is not None and parallelism.sp_enabled
 
     def of_step(self, batches: list[Batch], count, device, count_again: Callable):
-        """(micro batches of a step, tokens with a loss on all ranks). `count_again`: the trainer's own count."""
+        """Prepare a step: (its micro batches, tokens with a loss in them on all ranks).
+
+        `batches`, `count`: transformers' micro batches and its count. `count_again`: the trainer's own count.
+        """
         lengths = [batch.pop(ROW_LENGTHS, None) for batch in batches]
         if self.shares_sequences and batches:
             own = sum((batch["shift_labels"] != -100).sum() for batch in batches)  # of its parts
@@ -58,16 +61,23 @@ class TokenWeights:
         return batches, count
 
     def repeated_tokens(self, batch: Batch) -> torch.Tensor | None:
-        """None where no row is repeated. Their labels are -100 by then."""
+        """Which tokens of a micro batch the epoch had before. None where no row is repeated.
+
+        Their labels are -100 by then.
+        """
         if self._repeated is None or self._repeated[0] is not batch:
             return None
         return self._repeated[1]
 
     def begin_evaluation(self) -> None:
+        """Count the losses of an evaluation from here on."""
         self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.trainer.args.device)
 
     def predict(self, predict: Callable, model, inputs: Batch, *arguments, **keywords):
-        """`predict`: the trainer's own prediction_step."""
+        """Evaluate a batch, and add its loss, weighted by its tokens, to the evaluation's.
+
+        `predict`: the trainer's own prediction_step, whose result is returned.
+        """
         lengths = inputs.pop(ROW_LENGTHS, None)
         left_over = self.trainer.accelerator.gradient_state.remainder
         if self._ends_with_repeated_rows(left_over) and "labels" in inputs:
@@ -80,15 +90,17 @@ class TokenWeights:
         return result
 
     def evaluated_loss(self) -> float | None:
-        """Of the evaluation that has ended; None where no token had a loss. Collective."""
+        """The mean loss of the evaluation that has ended; None where no token had a loss. Collective."""
         loss, tokens = self.trainer.accelerator.reduce(self._evaluated).tolist()
         if not tokens:
             return None
         return loss / tokens
 
     def _ends_with_repeated_rows(self, left_over: int) -> bool:
-        """Agrees on all ranks. `left_over`: rows of all ranks' last batches that are no repetition; 0 or less where
-        nothing is filled."""
+        """Whether this is an epoch's last batch, with rows that accelerate has repeated. Agrees on all ranks.
+
+        `left_over`: rows of all ranks' last batches that are no repetition; 0 or less where nothing is filled.
+        """
         accelerator = self.trainer.accelerator
         return accelerator.gradient_state.end_of_dataloader and left_over > 0 and accelerator.num_processes > 1
 
@@ -97,10 +109,12 @@ class TokenWeights:
 
 
 def without_loss(batch: Batch, tokens: torch.Tensor) -> None:
+    """Take the loss of these tokens out of a batch. `tokens`: a mask of the shape of its labels."""
     batch["labels"].masked_fill_(tokens, -100)
 
 
 def collated_with_lengths(collate: Callable[[list[dict]], Batch], rows: list[dict]) -> Batch:
+    """Collate rows, and keep their lengths in tokens beside them. `collate`: the trainer's collator."""
     return collate(rows) | {ROW_LENGTHS: [len(row["input_ids"]) for row in rows]}
 
 
@@ -137,7 +151,7 @@ class TokenMetrics:
         self._evaluated: torch.Tensor | int = 0  # the same, summed over an evaluation
 
     def are_put_off(self, is_vlm: bool) -> bool:
-        """For no loss but cross-entropy."""
+        """Whether the metrics of this training wait for the log; of no loss but cross-entropy."""
         trainer = self.trainer
         return (
             self.when == "logging_steps"
@@ -171,6 +185,7 @@ class TokenMetrics:
 
     @property
     def are_many(self) -> bool:
+        """Whether so many micro batches are kept that they are to be taken before the next log line."""
         return len(self._kept) >= MOST_KEPT
 
     def take(self) -> list[tuple[float, float, int]]:
@@ -202,7 +217,10 @@ class TokenMetrics:
 
 
 def share_sequences(training_args, size: int, attn_implementation: str | None) -> None:
-    """Call it once TrainingArguments exist and before the trainer does."""
+    """Let processes share sequences by Ulysses. Call it once TrainingArguments exist and before the trainer does.
+
+    `size`: processes to a sequence; 1 changes nothing. `attn_implementation`: None is sdpa.
+    """
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 

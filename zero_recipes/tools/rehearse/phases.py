@@ -6,7 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_recipes.checkpoint.save import NotWhole, read_manifest
+from zero_recipes.checkpoint.save import read_manifest
+from zero_recipes.checkpoint.saved_model import NotWhole
 from zero_recipes.checks.schedule import schedule_findings, schedule_of
 from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.read import parse_recipe
