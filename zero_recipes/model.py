@@ -15,15 +15,21 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from zero_recipes.config.ds_config import ModelSize
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.files import NAMES
 from zero_recipes.core.findings import Finding, Refusal, finding, library_error_as_finding, raise_errors, refusal
 from zero_recipes.engine.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
 from zero_recipes.engine.patches import freeze_as_the_class_does, keep_4bit_layout, let_inputs_have_gradients
 
+# what transformers reports of a load, and what it would have done about it
+KEY_PROBLEMS = {
+    "missing_keys": ("The model has these tensors but the checkpoint does not. They would be initialized randomly."),
+    "unexpected_keys": "The checkpoint has these tensors but the model does not. They would be dropped.",
+    "mismatched_keys": "They have another shape in the checkpoint. They would be initialized randomly.",
+}
+
 
 def load_config(settings: Settings) -> PretrainedConfig:
-    """Raises Refusal."""
+    """Read the model's configuration. Raises Refusal."""
     name = settings.model_name_or_path
     if name is None:
         raise refusal("ZR401")
@@ -261,7 +267,7 @@ def _from_pretrained(config: PretrainedConfig, settings: Settings, **more) -> tu
 def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
     """`allowed`: by the recipe's `allow_keys`."""
     findings = []
-    for problem, consequence in NAMES["key_problems"].items():
+    for problem, consequence in KEY_PROBLEMS.items():
         found = {key if isinstance(key, str) else key[0] for key in report[problem]}
         keys = sorted(found.difference(allowed or ()))
         if keys:

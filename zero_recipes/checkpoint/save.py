@@ -19,7 +19,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from zero_recipes.core.files import NAMES, write_json, write_text
+from zero_recipes.core.files import ALSO_LOADED, RECORDS, SAVED, write_json, write_text
 from zero_recipes.core.findings import RunFailed, ending
 
 MANIFEST = "manifest.json"
@@ -336,7 +336,7 @@ def write_checksums(folder: Path) -> None:
     _write_checksums(folder, checksums_of(folder, loaded_files(folder), "sha256"), {})
 
 
-def add_records(folder: Path, names: Iterable[str] = NAMES["records"]) -> None:
+def add_records(folder: Path, names: Iterable[str] = RECORDS) -> None:
     """Also of what a run has written beside its model, once nothing rewrites it."""
     document = _known_checksums(folder)
     if document is not None:
@@ -398,11 +398,11 @@ def added_to_checkpoint(checkpoint: Path) -> list[str]:
 
 def loaded_files(folder: Path) -> list[str]:
     """All that a library may load from a model's folder."""
-    return _named(folder, [*NAMES["saved"], *NAMES["also_loaded"]])
+    return _named(folder, [*SAVED, *ALSO_LOADED])
 
 
 def saved_files(folder: Path) -> list[str]:
-    return _named(folder, NAMES["saved"])
+    return _named(folder, SAVED)
 
 
 def _named(folder: Path, patterns: Iterable[str]) -> list[str]:

@@ -25,7 +25,7 @@ from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import hub_kernels
 
 from zero_recipes.config.ds_config import quiet
-from zero_recipes.core.files import NAMES, package_yaml
+from zero_recipes.core.files import PICKLES, package_yaml
 from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import environment_kept
 
@@ -318,7 +318,7 @@ def load_without_code(path: Path) -> Any:
 
 def not_plain(path: Path) -> str | None:
     """Why a file cannot be read without running code. None if it can, or is no pickle by its name."""
-    if not path.name.endswith(tuple(NAMES["pickles"])) or path.name == NEVER_LOADED:
+    if not path.name.endswith(PICKLES) or path.name == NEVER_LOADED:
         return None
     try:
         load_without_code(path)

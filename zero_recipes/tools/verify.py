@@ -7,7 +7,7 @@ import yaml
 
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import code_in
-from zero_recipes.core.files import NAMES, load_yaml
+from zero_recipes.core.files import TOKENIZER_FILES, load_yaml
 from zero_recipes.core.findings import ending
 
 RECIPE = "recipe.resolved.yaml"
@@ -45,7 +45,7 @@ def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False, re
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in NAMES["tokenizer"])
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:
