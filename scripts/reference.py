@@ -28,6 +28,7 @@ from benchmarks.recipe_plans import in_words  # noqa: E402
 from scripts.library_faults import Fault, read_faults  # noqa: E402
 from zero_recipes.config import keys  # noqa: E402
 from zero_recipes.config.keys import UNTYPED, accepted_types  # noqa: E402
+from zero_recipes.config.recipe_arguments import RecipeArguments  # noqa: E402
 from zero_recipes.core import findings  # noqa: E402
 from zero_recipes.metrics import schema  # noqa: E402
 from zero_recipes.metrics.schema import Metrics  # noqa: E402
@@ -219,7 +220,7 @@ def metrics_type(hint: Any) -> tuple[str, type[BaseModel] | None]:
 def key_rows() -> Iterator[str]:
     """The recipe's own keys; TRL's are documented by TRL."""
     yield "| key | default | meaning |\n| --- | --- | --- |"
-    for field in dataclasses.fields(keys.RecipeArguments):
+    for field in dataclasses.fields(RecipeArguments):
         default = "unset" if field.default is None else str(field.default)
         default = default.lower() if isinstance(field.default, bool) else default
         meaning = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())

@@ -21,9 +21,22 @@ from tests.helpers.tiny import ROOT, named, write_recipe
 from tests.helpers.two_ranks import set_by_launch
 from zero_recipes.checks.deepspeed_rules import top_level_keys
 from zero_recipes.config.accelerate import launched_environment
-from zero_recipes.config.keys import dataclasses_of_a_recipe, key_choices, key_types, tables
+from zero_recipes.config.keys import dataclasses_of_a_recipe, key_choices, key_types
 from zero_recipes.tools import main as cli
 
+# keys of a deepspeed_config that accelerate 1.15 refuses beside deepspeed_config_file (utils/dataclasses.py,
+# DeepSpeedPlugin._deepspeed_config_checks)
+BESIDE_DS_CONFIG_FILE = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "offload_optimizer_nvme_path",
+    "zero3_save_16bit_model",
+    "mixed_precision",
+)
 KINDS = {"recipe": 200, "ds_config": 150, "accelerate": 150}  # how many of each in the grid
 
 
@@ -85,7 +98,7 @@ def keys_of(kind: str) -> dict[str, list]:
         found = {field.name: right(field.type) for field in dataclasses.fields(ClusterConfig)}
         for field in dataclasses.fields(FullyShardedDataParallelPlugin):
             found[f"fsdp_config.fsdp_{field.name.removeprefix('fsdp_')}"] = right(field.type)
-        return found | {f"deepspeed_config.{key}": right(int | bool | str) for key in tables()["beside_ds_config_file"]}
+        return found | {f"deepspeed_config.{key}": right(int | bool | str) for key in BESIDE_DS_CONFIG_FILE}
     models = {"zero_optimization.": config.DeepSpeedZeroConfig, "bf16.": DeepSpeedBF16Config}
     models |= {"fp16.": DeepSpeedFP16Config, "comms_logger.": CommsLoggerConfig}
     models["zero_optimization.offload_optimizer."] = offload_config.DeepSpeedZeroOffloadOptimizerConfig

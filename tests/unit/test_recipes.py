@@ -12,7 +12,8 @@ from tests.helpers.tools import refusal_of
 from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.command_line import split_command_line
-from zero_recipes.config.read import parse_recipe, read_recipe
+from zero_recipes.config.read import MAPPINGS, NUMBER_MAPPINGS, parse_recipe, read_recipe
+from zero_recipes.config.recipe_arguments import RecipeArguments
 from zero_recipes.config.resolved_recipe import write_resolved
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.trl_arguments import trl_arguments
@@ -46,7 +47,7 @@ def test_missing_recipes():
     assert refused().codes == refused("--max_steps", "3").codes == ["ZR115"]
 
 
-OURS = {field.name for field in dataclasses.fields(keys.RecipeArguments)}
+OURS = {field.name for field in dataclasses.fields(RecipeArguments)}
 LISTS = sorted(key for key, hint in keys.key_types().items() if "array" in keys.accepted_types(hint))
 LISTS = [key for key in LISTS if key not in OURS | {"datasets"}]  # its entries are mappings
 WORDS = {"debug": ["underflow_overflow"], "include_for_metrics": ["inputs", "loss"], "report_to": ["tensorboard"]}
@@ -275,7 +276,7 @@ def test_a_number_in_a_mapping_is_a_number(tmp_path, key):
     settings = parse_recipe(path, recipes.read_recipe_file(path), []).settings
     assert getattr(settings, key) == expected
     assert (settings.optim_args, settings.model_revision, settings.learning_rate) == ("1e-5", "1e5", 1e-5)
-    if key in keys.tables()["mappings"]:  # TRL reads the others of the command line as paths, or in its own way
+    if key in MAPPINGS:  # TRL reads the others of the command line as paths, or in its own way
         path.write_text("")
         assert getattr(parse_recipe(path, {}, [f"--{key}", text]).settings, key) == expected
 
@@ -283,7 +284,7 @@ def test_a_number_in_a_mapping_is_a_number(tmp_path, key):
 def test_every_mapping_with_numbers_is_converted():
     known = {key for key, hint in keys.key_types().items() if "object" in keys.accepted_types(hint)}
     others = {"columns", "liger_kernel_config", "parallelism_config"}  # names, switches, an object
-    assert set(keys.tables()["number_mappings"]) == known - others
+    assert set(NUMBER_MAPPINGS) == known - others
 
 
 def test_a_key_of_the_recipe_is_not_taken_for_an_option_that_begins_so():

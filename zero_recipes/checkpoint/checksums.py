@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from zero_recipes.core.files import NAMES, write_json
+from zero_recipes.core.files import ALSO_LOADED, RECORDS, SAVED, write_json
 
 CHECKSUMS = "checksums.json"
 THREADS = 4  # hashing and syncing release the GIL
@@ -55,7 +55,7 @@ def write_checksums(folder: Path) -> None:
     _write(folder, checksums_of(folder, loaded_files(folder), "sha256"), {})
 
 
-def add_records(folder: Path, names: Iterable[str] = NAMES["records"]) -> None:
+def add_records(folder: Path, names: Iterable[str] = RECORDS) -> None:
     """Add the checksums of what a run has written beside its model, once nothing rewrites it."""
     document = _known(folder)
     if document is not None:
@@ -109,12 +109,12 @@ def _write(folder: Path, files: dict[str, str], records: dict[str, str]) -> None
 
 def loaded_files(folder: Path) -> list[str]:
     """The names of all files that a library may load from a model's folder."""
-    return _named(folder, [*NAMES["saved"], *NAMES["also_loaded"]])
+    return _named(folder, [*SAVED, *ALSO_LOADED])
 
 
 def saved_files(folder: Path) -> list[str]:
     """The names of the files of a saved model, adapter or tokenizer."""
-    return _named(folder, NAMES["saved"])
+    return _named(folder, SAVED)
 
 
 def _named(folder: Path, patterns: Iterable[str]) -> list[str]:

@@ -15,7 +15,6 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from zero_recipes.checkpoint.save import STATE, is_resharded, read_manifest, read_states_index
 from zero_recipes.checkpoint.saved_model import ADAPTER, Entry, NotWhole, entries_of
-from zero_recipes.config.keys import tables
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, downgraded, finding, first_line, ignored_codes, raise_errors
@@ -23,10 +22,68 @@ from zero_recipes.model.build import built_or_none
 from zero_recipes.model.config import adapter_config, config_of_file
 from zero_recipes.model.load import report_of_folder
 
-_KEYS = tables()["resume"]
-DECIDES = tuple(_KEYS["decides"])  # with other values it is another training
-LENGTH = tuple(_KEYS["length"])  # may be raised
-ROUNDING = tuple(_KEYS["rounding"])  # speed or rounding: a warning
+# Keys of a recipe that are compared with the run that resumes. With other values of these it is another training ...
+DECIDES = (
+    "model_name_or_path",
+    "model_revision",
+    "dtype",
+    "bf16",
+    "fp16",
+    "load_in_4bit",
+    "load_in_8bit",
+    "bnb_4bit_quant_storage",
+    "bnb_4bit_quant_type",
+    "use_bnb_nested_quant",
+    "use_peft",
+    "use_dora",
+    "use_rslora",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_modules_to_save",
+    "lora_r",
+    "lora_target_modules",
+    "lora_target_parameters",
+    "lora_task_type",
+    "peft_config",
+    "loraplus_lr_ratio",
+    "seed",
+    "data_seed",
+    "train_sampling_strategy",
+    "dataloader_drop_last",
+    "ignore_data_skip",
+    "average_tokens_across_devices",
+    "loss_type",
+    "neftune_noise_alpha",
+    "label_smoothing_factor",
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+)
+# ... these may be raised ...
+LENGTH = ("max_steps", "num_train_epochs")
+# ... and these change the speed or the rounding: a warning
+ROUNDING = (
+    "attn_implementation",
+    "activation_checkpointing",
+    "gradient_checkpointing",
+    "padding_free",
+    "use_liger_kernel",
+    "torch_compile",
+    "tf32",
+    "full_determinism",
+    "per_device_train_batch_size",
+    "supervised_logits_only",
+    "cudnn_attention",
+)
 BLOCKS = ("optimizer", "scheduler", "gradient_clipping")  # of a ds_config: they replace the recipe's keys
 
 

@@ -21,7 +21,7 @@ from zero_recipes.checkpoint.resume import checkpoint_to_resume, requested_in, r
 from zero_recipes.checkpoint.save import is_foreign
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.files import NAMES, PART
+from zero_recipes.core.files import PART, SAVED, WRITTEN_BY_A_RUN
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.folder_lock import LOCK, held
 from zero_recipes.core.process import rank, say
@@ -32,7 +32,7 @@ PREVIOUS = ".previous"  # ends the name under which --overwrite true keeps a fol
 NAME_MAX = 255  # bytes of a name, on ext4, XFS, Btrfs, Lustre and NFS
 UNFINISHED_STATUS = ("running", "failed", "oom", "diverged", "preempted", "refused")  # of metrics.json
 # what a run writes into its folder, beside OURS
-WRITTEN = {*NAMES["saved"], *NAMES["written_by_a_run"]} - {"*config.json"}
+WRITTEN = {*SAVED, *WRITTEN_BY_A_RUN} - {"*config.json"}
 DATA = ("dataset_name", "datasets", "sample_prompts")  # keys
 NOT_READ = {"output_dir", "run_name", "dataset_train_split", "dataset_test_split"}  # keys that name no path to read
 

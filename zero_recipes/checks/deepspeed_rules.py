@@ -9,8 +9,7 @@ from torch import nn
 from zero_recipes.checks.rule_set import RuleSet
 from zero_recipes.checks.rules import bare_model
 from zero_recipes.config.accelerate import ds_config_file, is_on
-from zero_recipes.config.ds_config import FORCED, OF_CPU_ADAM, parsed_zero
-from zero_recipes.config.keys import tables
+from zero_recipes.config.ds_config import FORCED, MAPPINGS, OF_CPU_ADAM, parsed_zero
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.model.meta import decoder_layers
@@ -411,12 +410,24 @@ def _many_gathers(run: Run) -> Iterator[Finding]:
         yield finding("ZR864", layers=" and ".join(layers), source=run.strategy.source)
 
 
+# keys at the top of a configuration that DeepSpeed 0.19.8 names outside runtime/constants.py
+OTHER_KEYS = (
+    "autotuning",
+    "data_efficiency",
+    "hybrid_engine",
+    "pipeline",
+    "expert_parallel",
+    "weight_quantization",
+    "monitor_config",
+)
+
+
 def top_level_keys() -> set[str]:
     """The names of all keys that DeepSpeed reads at the top of its configuration."""
     from deepspeed.runtime import constants
 
     named = {value for value in vars(constants).values() if isinstance(value, str)}
-    return named.union(*tables()["ds_config"].values())
+    return named.union(MAPPINGS, OTHER_KEYS)
 
 
 def _zero_plus_plus(run: Run) -> Iterator[Finding]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import DEFAULT, patch
 
 from zero_recipes.config.ds_config import quiet
-from zero_recipes.config.keys import tables
 from zero_recipes.core.files import FILES, at_hand
 from zero_recipes.core.findings import Finding, finding, first_line, library_error_as_finding, refusal
 
@@ -22,6 +21,20 @@ DS_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 FOLDER = Path("accelerate_configs")
 # keys of a recipe that `trl sft --config` takes for its launch
 LAUNCH_KEYS = ("num_processes", "accelerate_config")
+# variables of a launch that say how it shards
+SHARDING_VARIABLES = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+)
+# what `accelerate launch` ends in (commands/launch.py, launch_command)
+LAUNCHERS = (
+    "deepspeed_launcher",
+    "multi_gpu_launcher",
+    "simple_launcher",
+    "tpu_launcher",
+    "tpu_pod_launcher",
+)
 ONE_MACHINE = ("--num_machines", "1", "--machine_rank", "0")  # whatever the file says
 
 
@@ -125,7 +138,7 @@ def _launch_arguments(config_file: Path, num_processes: int, options: Sequence[s
     words = ["--config_file", str(config_file), "--num_processes", str(num_processes)]
     words += ["--main_process_port", "0", *options, "run_sft.py"]
     args = launch.launch_command_parser().parse_args(words)
-    with patch.multiple(launch, **dict.fromkeys(tables()["launchers"], DEFAULT)):
+    with patch.multiple(launch, **dict.fromkeys(LAUNCHERS, DEFAULT)):
         launch.launch_command(args)
     return args
 
@@ -243,7 +256,7 @@ def launch_key_findings(path: Path, mapping: Mapping[str, Any], environment: Map
     wanted = launched_as_named(mapping, int(processes))
     different = wanted.get("WORLD_SIZE", "1") != processes
     if "accelerate_config" in named:
-        different |= any(wanted.get(name) != environment.get(name) for name in tables()["sharding_variables"])
+        different |= any(wanted.get(name) != environment.get(name) for name in SHARDING_VARIABLES)
     if different:
         written = ", ".join(f"{key}: {value}" for key, value in named.items())
         yield finding("ZR347", path=path, written=written, processes=processes)

@@ -15,11 +15,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_recipes.config.keys import tables
 from zero_recipes.core.files import at_hand
 from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.core.process import local_world_size
 
+# blocks that transformers or DeepSpeed read with .get(): they stop with a bare AttributeError on anything else
+MAPPINGS = (
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "optimizer",
+    "scheduler",
+    "aio",
+    "activation_checkpointing",
+    "comms_logger",
+    "flops_profiler",
+    "checkpoint",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "data_types",
+    "tensor_parallel",
+    "torch_autocast",
+    "compile",
+    "zenflow",
+)
 NVME_PATH = "ZERO_RECIPES_NVME_PATH"
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
 COPIES = "contiguous_gradients"
@@ -57,7 +78,7 @@ def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
 def refuse_bad_schema(config: Mapping[str, Any], source: str) -> None:
     """What DeepSpeed or transformers would stop on, or read as another stage."""
     with library_error_as_finding(f"reading {source}"):
-        for name in tables()["ds_config"]["mappings"]:
+        for name in MAPPINGS:
             if not isinstance(config.get(name, {}), dict):
                 raise TypeError(f"{name} is {config[name]!r}, not a mapping")
         zero = config.get("zero_optimization", {})

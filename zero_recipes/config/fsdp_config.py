@@ -10,16 +10,33 @@ import yaml
 
 from zero_recipes.config.accelerate import is_fsdp1, is_on
 from zero_recipes.config.ds_config import quiet, read_json_mapping
-from zero_recipes.config.keys import tables
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding, library_error_as_finding, raise_errors, refusal
 
-_VARIABLES = tables()["fsdp_variables"]
+# what `accelerate launch` sets (utils/launch.py), and its key of transformers' `fsdp_config` (training_args.py,
+# _process_fsdp_args)
+_VARIABLES = {
+    "FSDP_VERSION": "version",
+    "FSDP_RESHARD_AFTER_FORWARD": "reshard_after_forward",
+    "FSDP_AUTO_WRAP_POLICY": "auto_wrap_policy",
+    "FSDP_MIN_NUM_PARAMS": "min_num_params",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "transformer_layer_cls_to_wrap",
+    "FSDP_STATE_DICT_TYPE": "state_dict_type",
+    "FSDP_OFFLOAD_PARAMS": "cpu_offload",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "cpu_ram_efficient_loading",
+    "FSDP_ACTIVATION_CHECKPOINTING": "activation_checkpointing",
+}
 # where a file says nothing: accelerate's own default (FullyShardedDataParallelPlugin), if transformers has another one
 _DEFAULTS = {"auto_wrap_policy": "NO_WRAP"}
 # run so, whatever is written: it trains the same, and saves a whole model
 _WHOLE = {"state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": False}
-_WORDS = tables()["fsdp_words"]
+# FSDP1's words for `fsdp`: FSDP2's key and value
+_WORDS: dict[str, tuple[str, Any]] = {
+    "full_shard": ("reshard_after_forward", True),
+    "shard_grad_op": ("reshard_after_forward", False),
+    "auto_wrap": ("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+    "offload": ("cpu_offload", True),
+}
 _RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")  # FSDP1's strategies that free gathered weights after forward
 
 

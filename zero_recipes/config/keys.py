@@ -1,14 +1,17 @@
-"""The keys that a recipe may have: TRL's and ours, with their types and choices. Tables about them: keys.yaml."""
+"""The keys that a recipe may have, TRL's and ours, and what is wrong with a key or its value.
+
+Tables that people edit are in keys.yaml: names of other versions and trainers, and the range of each number.
+"""
 
 import dataclasses
 import difflib
 import math
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from zero_recipes.config.recipe_arguments import RecipeArguments
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, described, finding, ignored_codes, table
 
@@ -16,57 +19,26 @@ from zero_recipes.core.findings import Finding, described, finding, ignored_code
 ENTRY_KEYS = {"weight": float | None, "dataset_format": str | None}
 
 tables = partial(package_yaml, __package__, "keys.yaml")
-FORMATS = tables()["formats"]
-
-
-@dataclass
-class RecipeArguments:
-    """The keys that TRL does not have. keys.yaml says what each means."""
-
-    dataset_format: str | None = None
-    columns: dict | str | None = None
-    mixture_stopping_strategy: str = "first_exhausted"
-    assistant_mask: str | None = None
-    long_rows: str = "cut"
-    global_batch_size: int | None = None
-    sample_prompts: str | None = None
-    sample_max_new_tokens: int = 128
-    sample_metrics: list[str] | None = None
-    sequence_parallel_size: int = 1
-    random_weights: bool = False
-    allow_keys: list[str] | None = None
-    peft_config: dict | str | None = None
-    loraplus_lr_ratio: float | None = None
-    save_model: bool = True
-    save_on_signal: bool = True
-    stop_after_nonfinite_steps: int = 3
-    early_stopping_patience: int | None = None
-    early_stopping_threshold: float = 0.0
-    token_metrics: str = "logging_steps"
-    supervised_logits_only: bool = False
-    cudnn_attention: bool = False
-    nvme_path: str | None = None
-    open_points: list[str] | None = None
-    ignore: list[str] | None = None
-    overwrite: bool = False
-    skip_checksums: bool = False
-    trust_checkpoint: bool = False
-    predict: bool = False
-    skip_plan: bool = False
-
-
-for _own in dataclasses.fields(RecipeArguments):
-    _own.metadata = tables()["own"][_own.name]
+# readers of the datasets library by the ends of a file's name
+FORMATS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
 
 
 def dataclasses_of_a_recipe() -> tuple[type, ...]:
+    """The dataclasses whose fields are the keys of a recipe: TRL's, then ours."""
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
     return ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments
 
 
 def key_types() -> dict[str, Any]:
-    """{every key that a recipe may have: its type hint}."""
+    """The type hint of every key that a recipe may have, by its name."""
     types: dict[str, Any] = {}
     for cls in dataclasses_of_a_recipe():
         hints = typing.get_type_hints(cls)
@@ -85,7 +57,7 @@ def _entry_type() -> type:
 
 
 def key_choices() -> dict[str, list[str]]:
-    """{key: the only values that it takes}."""
+    """The only values of each key that does not take others, by its name."""
     choices = {}
     for cls in dataclasses_of_a_recipe():
         for field in dataclasses.fields(cls):
@@ -133,6 +105,10 @@ def _place_of(key: str, place: str, lines: Mapping[str, int]) -> str:
 def key_findings(
     place: str, unknown: list[str], known: Iterable[str], lines: Mapping[str, int] | None = None
 ) -> Iterator[Finding]:
+    """A finding for each key that no recipe has: what it is called here, or whose key it is.
+
+    `place`: where it stands, as a file's path. `lines`: the line of each key in it.
+    """
     from accelerate.commands.config.config_args import ClusterConfig
 
     renamed = tables()["renamed"]
@@ -229,7 +205,7 @@ def range_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
 
 
 def accepted_types(hint: Any) -> set[str]:
-    """JSON's names of the types that a key takes, as {"string", "null"}; {"any"} where pydantic does not know."""
+    """The types that a key takes, by JSON's names, as {"string", "null"}; {"any"} where pydantic does not know."""
     from pydantic import PydanticUserError, TypeAdapter
 
     try:
@@ -245,10 +221,12 @@ def accepted_types(hint: Any) -> set[str]:
 
 
 def takes_lists(key: str, hint: Any) -> bool:
+    """Whether a value of the key may be a list."""
     return key in UNTYPED_LISTS or "array" in accepted_types(hint)
 
 
 def ignore_findings(ignore: list[str] | str | None) -> Iterator[Finding]:
+    """A finding for each code in a recipe's `ignore` that does not exist, or that cannot be ignored."""
     rows: Mapping[str, Any] = table()
     for code in sorted(ignored_codes(ignore)):
         if code not in rows:

@@ -36,6 +36,57 @@ from zero_recipes.core.findings import (
 )
 
 COMMAND_LINE = "the command line"  # as the place of a finding
+# mappings, which the command line gives as JSON
+MAPPINGS = (
+    "model_init_kwargs",
+    "dataset_kwargs",
+    "lr_scheduler_kwargs",
+    "liger_kernel_config",
+    "accelerator_config",
+    "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs",
+    "columns",
+    "peft_config",
+)
+# mappings with numbers in them
+NUMBER_MAPPINGS = (
+    "model_init_kwargs",
+    "dataset_kwargs",
+    "lr_scheduler_kwargs",
+    "accelerator_config",
+    "fsdp_config",
+    "deepspeed",
+    "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs",
+    "peft_config",
+)
+# Parts of keys in them, as of `base_model_name_or_path`, whose texts are never numbers: a commit may be 12e4567.
+TEXT_PARTS = {
+    "revision",
+    "commit",
+    "name",
+    "path",
+    "dir",
+    "folder",
+    "subfolder",
+    "file",
+    "id",
+    "token",
+    "variant",
+    "code",
+    "prefix",
+    "suffix",
+    "modules",
+    "parameters",
+    "pattern",
+    "layers",
+    "cls",
+    "project",
+    "team",
+    "group",
+    "host",
+    "tag",
+}
 EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 
 
@@ -203,9 +254,9 @@ def _converted(values: Mapping[str, Any]) -> dict[str, Any]:
         if found.is_relative_to(FILES):
             values[key] = str(found)
     values["chat_template_path"] = _chat_template(values["chat_template_path"])
-    for key in keys.tables()["mappings"]:
+    for key in MAPPINGS:
         values[key] = _decoded(values[key])
-    for key in keys.tables()["number_mappings"]:
+    for key in NUMBER_MAPPINGS:
         if isinstance(values[key], dict):  # else a path, or nothing
             values[key] = _with_numbers(values[key])
     return values
@@ -254,6 +305,6 @@ def _with_numbers(value: Any) -> Any:
     converted = {}
     for key, item in value.items():
         parts = str(key).lower().split("_")
-        is_text = not isinstance(item, dict) and not set(parts).isdisjoint(keys.tables()["text_parts"])
+        is_text = not isinstance(item, dict) and not set(parts).isdisjoint(TEXT_PARTS)
         converted[key] = item if is_text else _with_numbers(item)
     return converted

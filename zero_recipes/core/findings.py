@@ -30,6 +30,18 @@ PRINT_SECONDS = 20.0
 LONGEST_MESSAGE = 600  # characters of a library's message in a finding; --traceback shows all of it
 REFUSAL_FILE = "ZERO_RECIPES_REFUSAL_FILE"  # in the environment: where a refused run says so to who launched it
 PARTS = ("what", "why", "fix")  # of a finding's text
+# of findings, by the first digit of a code
+AREAS = {
+    "1": "recipe and command line",
+    "2": "DeepSpeed configuration",
+    "3": "launch",
+    "4": "model",
+    "5": "data",
+    "6": "machine",
+    "7": "checkpoints and resuming",
+    "8": "planner and tools, evaluating and saving, data formats, imports from other trainers",
+    "9": "the finished model",
+}
 
 
 @dataclass(frozen=True)
@@ -200,7 +212,7 @@ def ignored_codes(ignore: list[str] | str | None) -> frozenset[str]:
 
 def described(code: str) -> dict[str, Any]:
     """The row of a code with its area, and with <names> for what only a run knows."""
-    row = table()[code] | {"area": package_yaml(__package__, "areas.yaml")[code[2]]}
+    row = table()[code] | {"area": AREAS[code[2]]}
     for part in PARTS:
         row[part] = re.sub(r"\{(\w*)[^{}]*\}", _placeholder, row[part])
     return row

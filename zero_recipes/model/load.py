@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.files import NAMES
 from zero_recipes.core.findings import finding, library_error_as_finding, raise_errors, refusal
 from zero_recipes.engine.deepspeed import is_partitioned, whole_shape
 from zero_recipes.engine.faults.four_bit_on_cpu import keep_4bit_layout
@@ -20,6 +19,13 @@ from zero_recipes.engine.faults.unfrozen_parameters import freeze_as_the_class_d
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
 from zero_recipes.model.build import build_on_meta, from_config, from_pretrained
 from zero_recipes.model.config import loading_keywords, quantization_of
+
+# what transformers reports of a load, and what it would have done about it
+KEY_PROBLEMS = {
+    "missing_keys": "The model has these tensors but the checkpoint does not. They would be initialized randomly.",
+    "unexpected_keys": "The checkpoint has these tensors but the model does not. They would be dropped.",
+    "mismatched_keys": "They have another shape in the checkpoint. They would be initialized randomly.",
+}
 
 
 def refuse_other_keys(config: PretrainedConfig, settings: Settings) -> None:
@@ -87,7 +93,7 @@ def load_model(
 def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
     """`allowed`: by the recipe's `allow_keys`."""
     findings = []
-    for problem, consequence in NAMES["key_problems"].items():
+    for problem, consequence in KEY_PROBLEMS.items():
         found = {key if isinstance(key, str) else key[0] for key in report[problem]}
         keys = sorted(found.difference(allowed or ()))
         if keys:

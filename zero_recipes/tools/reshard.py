@@ -36,7 +36,7 @@ from zero_recipes.checkpoint.pickles import code_in, code_refusal
 from zero_recipes.checkpoint.resharded import ADAM_STATES, HYPERPARAMETERS
 from zero_recipes.checkpoint.resume import Batch
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.core.files import NAMES, PART
+from zero_recipes.core.files import NOT_RESHARDED, PART
 from zero_recipes.core.findings import Refusal, finding, first_line, refusal
 from zero_recipes.core.folder_lock import held
 from zero_recipes.engine.faults.pickled_code import load_without_code
@@ -151,7 +151,8 @@ def _write(checkpoint: Path, unfinished: Path, world_size: int, stage: int, skip
     accumulation = source.ds_config["gradient_accumulation_steps"]
     batch = Batch(micro, accumulation, source.world_size).over(world_size)
 
-    shutil.copytree(checkpoint, unfinished, ignore=shutil.ignore_patterns(*NAMES["not_resharded"]))
+    left_out = shutil.ignore_patterns(save.LATEST, save.MANIFEST, *NOT_RESHARDED)
+    shutil.copytree(checkpoint, unfinished, ignore=left_out)
     _write_states(source, unfinished)
     _copy_random_states(source, world_size, unfinished)
     save.write_manifest(unfinished, _facts(source, batch, stage), is_known and not skip_checksums)

@@ -7,7 +7,7 @@ import yaml
 
 from zero_recipes.checkpoint import checksums, save, saved_model
 from zero_recipes.checkpoint.pickles import code_in
-from zero_recipes.core.files import NAMES, load_yaml
+from zero_recipes.core.files import TOKENIZER_FILES, load_yaml
 from zero_recipes.core.findings import first_line
 
 RECIPE = "recipe.resolved.yaml"
@@ -46,7 +46,7 @@ def verify(folder: Path, deep: bool = False, trust_remote_code: bool = False, re
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder has a tokenizer of its own."""
-    return any((folder / name).is_file() for name in NAMES["tokenizer"])
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:

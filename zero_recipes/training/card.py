@@ -28,7 +28,7 @@ from zero_recipes.checkpoint.checksums import (
 )
 from zero_recipes.checkpoint.saved_model import ADAPTER
 from zero_recipes.core import units
-from zero_recipes.core.files import NAMES, load_yaml, strict_json, write_text
+from zero_recipes.core.files import CONFIGS, load_yaml, strict_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
 from zero_recipes.data.load import on_hub
 from zero_recipes.metrics import read_runs, schema
@@ -239,7 +239,7 @@ def _redacted_file(path: Path) -> str | bytes:
         return yaml.safe_dump(redacted(_recipe(path.parent)), sort_keys=False, allow_unicode=True).encode()
     if path.name == schema.FILE:
         return strict_json(redacted(json.loads(path.read_text())), indent=2).encode()
-    if path.name in NAMES["configs"]:
+    if path.name in CONFIGS:
         document = json.loads(path.read_text())
         named = {key: redacted(text) for key, text in document.items() if key.endswith(("path", "file"))}
         if any(document[key] != text for key, text in named.items()):

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from zero_recipes.core.files import NAMES
+from zero_recipes.core.files import PICKLES
 from zero_recipes.core.findings import first_line
 
 NEVER_LOADED = "training_args.bin"  # by a run or by transformers' resume
@@ -65,7 +65,7 @@ def load_without_code(path: Path) -> Any:
 
 def not_plain(path: Path) -> str | None:
     """Why a file cannot be read without running code. None if it can, or is no pickle by its name."""
-    if not path.name.endswith(tuple(NAMES["pickles"])) or path.name == NEVER_LOADED:
+    if not path.name.endswith(PICKLES) or path.name == NEVER_LOADED:
         return None
     try:
         load_without_code(path)
