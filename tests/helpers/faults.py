@@ -508,6 +508,8 @@ FAULTS = [
     fault("no_gradient_norm", "ZR2015", "keys", zero(2, compute_grad_norm=False),
           zero(2, compute_grad_norm=False) | {"max_grad_norm": 0}),
     fault("lion_on_cpu", "ZR2016", "keys", zero(2, LION), zero(2, LION, **ON_CPU), device="cpu"),
+    fault("zero_predivide", "ZR2033", "keys", zero(1, {"gradient_predivide_factor": 0}),
+          zero(1, {"gradient_predivide_factor": 2})),
     fault("gradient_scaling", "ZR2017", "keys", zero(2, {"prescale_gradients": True}, reduce_scatter=True),
           zero(1, {"prescale_gradients": True})),
     fault("gradient_scaling", "ZR2017", "keys", zero(3, {"gradient_predivide_factor": 2.0}), zero(3)),

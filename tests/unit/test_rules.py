@@ -119,7 +119,7 @@ def test_weights_in_mxfp4_are_not_trained_where_their_kernels_are(packages, stop
     assert not holds(replace(run, meta=MetaModel(SimpleNamespace(), run.settings)))
 
 
-@pytest.mark.parametrize("named, in_config, warned", [(None, 0.9, True), (None, 0.001, False), (0.0, 0.9, False)])
+@pytest.mark.parametrize("named, in_config, warned", [(None, 0.1, True), (None, 0.099, False), (0.0, 0.1, False)])
 def test_a_loud_loss_of_the_routers_is_said(named, in_config, warned):
     settings = settings_with(router_aux_loss_coef=named)
     config = SimpleNamespace(router_aux_loss_coef=in_config)
@@ -432,8 +432,9 @@ def test_explain_prints_what_why_fix_and_an_example(capsys):
         ({"ds": {"pipeline": {"stages": 2}}, "recipe": "ignore: ZR239"}, "ZR239"),
         ({"ds": {"pipeline": {"stages": 2}}, "overrides": ("--ignore", "zr239,ZR608")}, "ZR239"),
         ({"ds": {"pipeline": {"stages": 2}}, "overrides": ("--ignore", "ZR608", "ZR239")}, "ZR239"),
+        ({"recipe": "early_stopping_threshold: 0.1\nignore: zr827", "ds": {}}, "ZR827"),
     ],
-    ids=["a list", "text", "by comma", "several words"],
+    ids=["a list", "text", "by comma", "several words", "a rule without effect"],
 )
 def test_a_run_goes_on_with_what_its_recipe_ignores(tmp_path, given, code):
     (found,) = findings_of(Side(**given), tmp_path / "case")

@@ -195,6 +195,11 @@ def _scales_gradients_above_stage_1(run: Run) -> bool:
     return (run.stage > 1 and _scatters(run) and scales) or (run.stage == 3 and divides)
 
 
+@strategy_rules.rule("ZR2033")
+def _divides_gradients_by_0(run: Run) -> bool:
+    return run.value("gradient_predivide_factor") == 0
+
+
 @strategy_rules.rule("ZR2028")
 def _sums_gradients(run: Run) -> bool:
     return run.stage < 3 and str(run.ds.raw.get("gradient_allreduce_op")).lower() == "sum"
