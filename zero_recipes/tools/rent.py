@@ -96,7 +96,7 @@ class Rented:
 
     @property
     def key_path(self) -> str:
-        """Where a pod finds the recipe of the ConfigMap."""
+        """The path at which a pod finds the recipe of the ConfigMap."""
         return f"/recipe/{self.key}"
 
     @property
