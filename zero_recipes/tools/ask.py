@@ -38,7 +38,10 @@ QUANTIZED = ("load_in_4bit", "load_in_8bit")
 
 
 def ask(arguments: argparse.Namespace) -> int:
-    """Raises Refusal before any weight is loaded."""
+    """Answer the same prompts with a saved model and its base, and write both. Returns the exit code.
+
+    Raises Refusal before any weight is loaded.
+    """
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     device = choose_device(use_cpu=False)
@@ -205,7 +208,7 @@ def read_questions(target: Target, tokenizer: Tokenizer) -> list[Sample]:
 def answers_of_both(
     target: Target, tokenizer: Tokenizer, device: str, samples: list[Sample]
 ) -> tuple[sampling.Answers | None, sampling.Answers]:
-    """(the base's or None, the model's). An adapter's base is the model with it off."""
+    """Generate the base's answers, or None, and the model's. An adapter's base is the model with it off."""
     model = load(target, tokenizer, device)
     sampling.print_prompts_cut(model, tokenizer, samples, target.settings.sample_max_new_tokens)
     tuned = _answers(target, model, tokenizer, samples)

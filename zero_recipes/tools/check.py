@@ -15,6 +15,7 @@ from zero_recipes.engine.warnings import quieten
 
 
 def check(arguments: argparse.Namespace) -> int:
+    """Print all findings about a run, and what it would be. Returns the exit code: 2 where it would be refused."""
     with working("importing the libraries"):
         from zero_recipes.checks import predicted
         from zero_recipes.checks.adapter_rules import trained_without_memory

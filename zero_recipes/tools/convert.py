@@ -7,7 +7,7 @@ from transformers import GPTNeoXConfig
 
 
 def carry_rotary_share() -> None:
-    """conversion/gptneox.py reads `rotary_pct`, which transformers 5 calls partial_rotary_factor."""
+    """Write `rotary_pct`, which conversion/gptneox.py reads and transformers 5 calls partial_rotary_factor."""
     to_dict = GPTNeoXConfig.to_dict
     GPTNeoXConfig.to_dict = lambda config: (
         to_dict(config) | {"rotary_pct": config.rope_parameters["partial_rotary_factor"]}
@@ -15,7 +15,7 @@ def carry_rotary_share() -> None:
 
 
 def know_gpt2_by_its_pattern() -> None:
-    """conversion/base.py knows tokenizers by a hash.
+    """Let a tokenizer count as GPT-2's by its pattern: conversion/base.py knows tokenizers by a hash.
 
     A newly trained one has another, but may split words as GPT-2's.
     """

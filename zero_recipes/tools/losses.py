@@ -33,8 +33,9 @@ class LossRows:
 
 
 def rows_at_hand(settings: Settings, path: Path, tokenizer: Tokenizer, texts: list[SampleRow]) -> LossRows:
-    """Of the run's evaluation split, else of its training split, else `texts`. The Hub is not asked.
+    """Find rows for a loss: of the run's evaluation split, else of its training split, else `texts`.
 
+    The Hub is not asked.
     `path`: the recipe's. `texts`: of samples.jsonl. All their tokens count, since nothing says where an answer begins.
     """
     with _offline():
@@ -73,7 +74,7 @@ def _of_text(row: SampleRow, tokenizer: Tokenizer) -> Sample:
 
 
 def of_samples(samples: list[Sample]) -> LossRows | None:
-    """Those that have a loss. None where none has."""
+    """Choose the samples that have a loss. None where none has."""
     chosen = [sample for sample in samples if _has_loss(sample)][:ROWS]
     return LossRows(chosen[0].source, chosen) if chosen else None
 
@@ -83,7 +84,7 @@ def _has_loss(sample: Sample) -> bool:
 
 
 def mean_loss(model: PreTrainedModel, tokenizer: Tokenizer, rows: LossRows) -> float:
-    """Over the tokens of all rows, each row by itself."""
+    """Compute the mean loss over the tokens of all rows, each row by itself."""
     total = 0.0
     tokens = 0
     for sample in rows.samples:

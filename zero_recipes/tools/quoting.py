@@ -17,7 +17,7 @@ class NotQuoted(Exception):
 
 
 def templates() -> Environment:
-    """Of zero_recipes/tools/templates. What they print is a number, HARMLESS letters, or comes from a filter."""
+    """Load zero_recipes/tools/templates. What they print is a number, HARMLESS letters, or comes from a filter."""
     environment = Environment(
         loader=PackageLoader("zero_recipes.tools", "templates"),
         undefined=StrictUndefined,
@@ -54,7 +54,10 @@ def shell_command(words: list[str]) -> Markup:
 
 
 def kubernetes(script: Any) -> Markup:
-    """As an argument of a container. Kubernetes puts a variable's value for `$(NAME)`, and `$` for `$$`."""
+    """Write a script as an argument of a container.
+
+    Kubernetes puts a variable's value for `$(NAME)`, and `$` for `$$`.
+    """
     return Markup(re.sub(r"\$(?=[$(])", "$$", str(script)))
 
 

@@ -31,7 +31,7 @@ LONGEST_NAME = 50  # Kubernetes allows 63 bytes, and numbers the pods
 
 
 def rent(arguments: argparse.Namespace) -> int:
-    """Raises Refusal if nothing fits."""
+    """Plan, and write a job file for each scheduler. Returns the exit code. Raises Refusal if nothing fits."""
     if arguments.image.split() != [arguments.image]:
         raise refusal("ZR799", image=arguments.image)
     with working("planning"):
@@ -79,11 +79,12 @@ class Rented:
     rehearsal: str  # a command, quoted
 
     def file(self, kind: str) -> str:
+        """Write the file of this kind, a key of WRITTEN."""
         return templates().get_template(f"{kind}.j2").render(job=self)
 
     @property
     def name(self) -> str:
-        """Of the job, as Kubernetes allows it: small letters of ASCII, digits and hyphens, with a letter first."""
+        """The job's name as Kubernetes allows it: small letters of ASCII, digits and hyphens, with a letter first."""
         letters = re.sub(r"[^a-z0-9]+", "-", self.recipe.stem.lower())
         name = letters[:LONGEST_NAME].strip("-")
         return name if name[:1].isalpha() else f"run-{name}".rstrip("-")
@@ -95,10 +96,21 @@ class Rented:
 
     @property
     def key_path(self) -> str:
+        """The path at which a pod finds the recipe of the ConfigMap."""
         return f"/recipe/{self.key}"
 
+    @property
+    def pods(self) -> Markup:
+        """The pods' names in Kubernetes's DNS, comma-separated, the first rank's first."""
+        return Markup(",".join(f"{self.name}-{rank}.{self.name}" for rank in range(self.machines)))
+
+    @property
+    def accelerators(self) -> str:
+        """The GPUs of a machine, as SkyPilot asks for them."""
+        return f"{self.accelerator}:{self.gpus}"
+
     def command(self, rank: str, recipe: Path | str | None = None) -> Markup:
-        """What a machine runs. `rank`: the shell variable with its number."""
+        """Write what a machine runs. `rank`: the shell variable with its number."""
         words = list(self.words)
         words[2] = str(recipe or self.recipe)
         for option, placeholder, variable in (("--hosts", HOSTS, "HOSTS"), ("--machine_rank", MACHINE_RANK, rank)):

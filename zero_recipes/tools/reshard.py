@@ -69,6 +69,7 @@ class Source:
 
     @property
     def world_size(self) -> int:
+        """The number of processes that wrote the checkpoint."""
         return len(self.files)
 
 
@@ -160,6 +161,7 @@ def _write(checkpoint: Path, unfinished: Path, world_size: int, stage: int, skip
 
 
 def resume_command(target: Path, batch: Batch, strategy: str) -> str:
+    """Write the command that goes on from the new checkpoint."""
     return (
         f"zero-recipes train RECIPE.yaml --config_file {strategy}.yaml --num_processes {batch.world_size} "
         f"--output_dir {target.parent} --per_device_train_batch_size {batch.micro} "
@@ -181,7 +183,7 @@ def strategy_of(source_config: dict[str, Any], stage: int) -> str:
 
 
 def open_checkpoint(checkpoint: Path) -> Source:
-    """Raises Refusal for what cannot be read by parameter."""
+    """Open a checkpoint to be read by parameter. Raises Refusal for what cannot be."""
     if not (checkpoint / save.LATEST).is_file():
         raise _without_deepspeed(checkpoint)
     fault = save.document_fault(checkpoint)
@@ -259,7 +261,7 @@ def _described(group: dict[str, Any], shapes: list[Shapes]) -> dict[str, Any]:
 
 
 def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
-    """{"fp32", "exp_avg", "exp_avg_sq"} of one parameter, in its shape, bits and dtype.
+    """Read one parameter, in its shape, bits and dtype: {"fp32", "exp_avg", "exp_avg_sq"}.
 
     "fp32", the master, is bf16 under bf16_master_weights_and_grads.
     Files are mapped anew for each parameter: pages that were read stay resident as long as their mapping.

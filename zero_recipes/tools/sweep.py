@@ -92,7 +92,7 @@ def run_all(
     overrides: list[str],
     console: Console,
 ) -> dict[str, str]:
-    """{name of a run's folder: its status}."""
+    """Launch one run after another. Returns the status of each, by the name of its folder."""
     ended = {}
     for number, run in enumerate(runs, 1):
         folder = output_dir / run.name
@@ -155,6 +155,7 @@ def refuse_own_ds_config(recipe: Path, settings: Settings) -> None:
 
 
 def refuse_results(recipe: Path, settings: Settings, output_dir: Path, runs: Sequence["SweepRun"]) -> None:
+    """Refuse to write over results of earlier runs without `overwrite`, or over a run's inputs. Raises Refusal."""
     occupied = []
     for run in runs:
         folder = output_dir / run.name
@@ -169,7 +170,7 @@ def refuse_results(recipe: Path, settings: Settings, output_dir: Path, runs: Seq
 
 
 def environment_of(folder: Path, threads: int) -> dict[str, str]:
-    """Of a launch into `folder`."""
+    """Make the environment of a launch into `folder`."""
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
     environment[REFUSAL_FILE] = str((folder / REFUSAL).resolve())
     return environment
@@ -191,8 +192,9 @@ def started(command: list[str], environment: Mapping[str, str]) -> subprocess.Po
 def run_logged(
     command: list[str], folder: Path, label: str, console: Console, threads: int, start: Callable[..., Any] = started
 ) -> tuple[int, str]:
-    """(exit code, the log's last 400 lines). The whole log goes to folder/log.txt.
+    """Run a launch, and show how far it is. Returns its exit code and the log's last 400 lines.
 
+    The whole log goes to folder/log.txt.
     `start`: as `started`, with what it returns.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -224,13 +226,15 @@ def run_logged(
 
 @dataclass(frozen=True)
 class SweepRun:
+    """A run of a sweep: a strategy, and values of the recipe's keys."""
+
     strategy: str
     config: Path  # the strategy's accelerate file
     values: Mapping[str, Any]  # of the recipe's keys: what the sweep sets
 
     @property
     def name(self) -> str:
-        """Of its folder: safe on any file system and unique."""
+        """The name of the run's folder: safe on any file system and unique."""
         text = self.strategy
         for key, value in self.values.items():
             text += f",{key}={value_text(value)}"
@@ -241,7 +245,7 @@ class SweepRun:
 
     @property
     def words(self) -> list[str]:
-        """Of run_sft.py's command line."""
+        """The values on run_sft.py's command line."""
         words = []
         for key, value in self.values.items():
             if isinstance(value, list):
@@ -264,7 +268,7 @@ def runs_of(configs: Mapping[str, Path], sets: Sequence[str]) -> list[SweepRun]:
 
 
 def parse_sets(texts: Sequence[str], types: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """{key: its values} of the `--set` options, each a YAML list without brackets.
+    """Read the `--set` options, each a YAML list without brackets: {key: its values}.
 
     `types`: every key of a recipe.
     Raises Refusal for unknown or repeated keys and unreadable values.

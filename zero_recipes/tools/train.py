@@ -19,7 +19,7 @@ END_SECONDS = 600  # for a step, an evaluation's batch, and a checkpoint
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Raises Refusal if a file exists."""
+    """Copy the package's files into a folder, for editing. Returns the exit code. Raises Refusal if a file exists."""
     folder = arguments.folder
     named = sorted(path.name for path in FILES.iterdir() if not path.name.startswith("__"))
     there = [name for name in named if (folder / name).exists()]
@@ -40,7 +40,7 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """In this process, so that a run's own exit code is known: `accelerate launch` makes 1 of all."""
+    """Launch a run in this process, so that its own exit code is known: `accelerate launch` makes 1 of all."""
     import torch
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -64,7 +64,10 @@ ONLY_MEASURED = {
 
 
 def tune(arguments: argparse.Namespace) -> int:
-    """Raises Refusal before the first run."""
+    """Measure candidates, and write the fastest as a recipe. Returns the exit code.
+
+    Raises Refusal before the first run.
+    """
     quieten()
     path = arguments.recipe
     overrides = arguments.overrides
@@ -195,7 +198,9 @@ def batches(recipe: Recipe, processes: int) -> list[dict[str, Any]]:
 
 
 def pack_lengths(recipe: Recipe, rows: int) -> Iterator[tuple[int, int]]:
-    """(packs of a process in a step, tokens of each): the shortest that hold `rows` on average, as TRL packs.
+    """Find the shortest packs that hold `rows` on average, as TRL packs.
+
+    Gives (packs of a process in a step, tokens of each).
 
     Empty if a row is cut, or the recipe packs already or cannot.
     """
@@ -256,6 +261,7 @@ class Row:
 
     @property
     def status(self) -> str:
+        """The run's status, or that its loss is another than the first candidate's."""
         limit = PACKED_APART if "packing" in self.run.values else APART
         if self.apart is None or self.apart <= limit:
             return self.metrics.status
@@ -263,6 +269,7 @@ class Row:
 
     @property
     def summary(self) -> str:
+        """Speed and steps in a line, or why there is no speed."""
         if not self.speed:
             return f"{self.metrics.status}: {first_line(self.metrics.error or 'not timed')}"
         return f"{count(self.speed)} tokens/s over {self.steps} steps"
@@ -320,7 +327,7 @@ def halved(field: Sequence[sweep.SweepRun], measure: Callable[..., Row], seconds
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """With `apart`: from the first that ran, unpacked if one is."""
+    """Measure how far each mean loss is `apart` from the first that ran, unpacked if one is."""
     timed = [row for row in rows if row.speed]
     if not timed:
         return list(rows)
@@ -338,6 +345,7 @@ def compared(rows: Sequence[Row]) -> list[Row]:
 
 
 def header(rows: Sequence[Row], processes: int) -> list[str]:
+    """Write the comment above a tuned recipe: the machine, and what was measured."""
     facts = hardware_facts("cpu")
     machine = f"{facts['cpu']}, {facts['cpu_cores']} cores"
     card = rows[0].metrics.device

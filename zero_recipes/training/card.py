@@ -27,11 +27,11 @@ from zero_recipes.checkpoint.checksums import (
     update_records,
 )
 from zero_recipes.checkpoint.saved_model import ADAPTER
-from zero_recipes.core import units
 from zero_recipes.core.files import CONFIGS, load_yaml, strict_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
 from zero_recipes.data.load import on_hub
 from zero_recipes.metrics import read_runs, schema
+from zero_recipes.training import card_rows
 
 README, RECIPE, SAMPLES, PICTURE = "README.md", "recipe.resolved.yaml", "samples.jsonl", "loss.png"
 SECRET = ("hub_token", "output_dir", "logging_dir", "resume_from_checkpoint")  # keys that are nobody else's
@@ -76,6 +76,8 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         adapter = json.loads((folder / "adapter_config.json").read_text())
     licences = [(redacted(name), licence_of(name, "dataset") or "unknown") for name in named]
     recipe_text = yaml.safe_dump(redacted(recipe), sort_keys=False, allow_unicode=True)
+    samples = read_runs.read_samples(folder / SAMPLES)
+    numbers = card_rows.numbers_of(run)
     card = _template().render(
         card_data=data.to_yaml(),
         model_name=data.model_name,
@@ -84,12 +86,16 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         fence=Markup(_fence(recipe_text, shortest=3)),
         base=redacted(base) or "an unnamed model",
         licence=licence or "unknown",
-        is_adapter=is_adapter,
-        adapter=adapter,
+        method=card_rows.method_of(run, is_adapter),
         data=licences,
-        samples=read_runs.read_samples(folder / SAMPLES),
-        read_runs=read_runs,
-        units=units,
+        data_names=", ".join(name for name, _ in licences) or "unnamed data",
+        facts=card_rows.facts_of(run, adapter),
+        numbers=numbers,
+        is_planned=any(number.planned for number in numbers),
+        losses=card_rows.losses_of(run),
+        samples=card_rows.samples_of(samples),
+        scores=card_rows.scores_of(samples),
+        versions=", ".join(f"{name} {version}" for name, version in (run.versions or {}).items()),
     )
     write_text(out / README, str(ModelCard(card)))
 

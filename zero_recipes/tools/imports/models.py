@@ -56,7 +56,7 @@ class Theirs(BaseModel):
     model_config = ConfigDict(extra="allow", coerce_numbers_to_str=True, protected_namespaces=())
 
     def keys_set(self) -> dict[str, Any]:
-        """{key: value} of all keys that the file sets, those without a field among them."""
+        """All keys that the file sets, those without a field among them, with their values."""
         values = vars(self) | (self.model_extra or {})
         return {key: value for key, value in values.items() if key in self.model_fields_set and value is not None}
 

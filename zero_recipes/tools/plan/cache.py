@@ -20,7 +20,10 @@ MOST_KEPT = 1000  # files of a folder
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of the libraries, and a hash of the whole package: a simulation runs its trainer, probes and configuration."""
+    """Name the versions that an answer depends on: of the libraries, and a hash of the whole package.
+
+    A simulation runs its trainer, probes and configuration.
+    """
     folder = Path(zero_recipes.__file__).parent
     digest = hashlib.sha256()
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.yaml")]):

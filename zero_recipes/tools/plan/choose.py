@@ -47,7 +47,7 @@ LIGHTER = {
 
 @dataclass(frozen=True)
 class Change:
-    """From a job to one that fits. `costliest`: of COST_ORDER."""
+    """A change from a job that does not fit to one that does. `costliest`: of COST_ORDER."""
 
     start: Job
     costliest: str
@@ -136,7 +136,10 @@ class Limits:
 
 
 def limits_of(job: Job, capacity: int, predict: Predict, guess: Predict) -> Limits:
-    """By `predict`, looked for near those by `guess`, which costs nothing."""
+    """Find the largest micro batch and the longest rows by `predict`.
+
+    They are looked for near those by `guess`, which costs nothing.
+    """
     guessed = _limits(job, capacity, guess, Limits(1, LENGTH_STEP))
     return _limits(job, capacity, predict, guessed)
 
@@ -181,10 +184,12 @@ class Row:
 
     @property
     def runs(self) -> bool:
+        """Whether the job fits, surely or perhaps."""
         return self.fit.runs
 
 
 def make_row(request: PlanRequest, job: Job, predict: Predict) -> Row:
+    """Predict a job's memory and time, and see whether it fits the request's machine."""
     prediction = predict(job)
     fit = fit_of(prediction, request.gpu.memory_bytes, request.host, request.nvme)
     return Row(job, prediction, fit, estimate(job, prediction, request.gpu, request.lengths))
@@ -222,13 +227,15 @@ class Recommendation:
 
     @property
     def job(self) -> Job | None:
+        """The job to take: one that was planned, or one that was changed to fit."""
         found = self.chosen or self.change
         return found and found.job
 
 
 def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
-    """Of the first place that holds a strategy, of the fastest with slack: the first that fits, else the roomiest.
+    """Recommend one of the rows that fit, or a change.
 
+    Of the first place that holds a strategy, of the fastest with slack: the first that fits, else the roomiest.
     So a tight one or ZeRO++ wins only beyond the error of the estimates.
     Where nothing fits, the change of all rows that costs least.
     Never other arithmetics beside others, nor what `check` warns about (ZR138) beside what has slack.
@@ -331,7 +338,7 @@ def _larger(job: Job) -> Iterator[Job]:
 
 
 def fastest_of(rows: Sequence[Row]) -> list[Row]:
-    """Those that are on average no slower than the slow end of the fastest one's range, its own error."""
+    """Choose the rows that are on average no slower than the slow end of the fastest one's range, its own error."""
     fastest = min((row.speed for row in rows), key=lambda speed: speed.middle)
     return [row for row in rows if row.speed.middle <= fastest.step_seconds[1]]
 

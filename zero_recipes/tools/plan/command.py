@@ -29,7 +29,7 @@ DEFAULTS = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 2048}
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """`rest` overrides the recipe's keys. Raises Refusal."""
+    """Plan, and print the answer. `rest` overrides the recipe's keys. Returns the exit code. Raises Refusal."""
     predict = Predictor(arguments.quick, seconds=arguments.seconds)
     with working(f"reading {arguments.recipe if arguments.params is None else '--params'}"):
         request = requested(arguments, rest)
@@ -104,7 +104,7 @@ def _shown_meanwhile(draft: show.Answer, arguments: argparse.Namespace, predict:
 
 
 def requested(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
-    """Of a recipe, a model or `--params`. Raises Refusal."""
+    """Read what is to be planned: a recipe, a model or `--params`. Raises Refusal."""
     named = arguments.recipe
     config = None
     own = []
@@ -135,7 +135,7 @@ def _default_settings() -> Settings:
 
 
 def llama(parameters: float) -> tuple[dict, str]:
-    """(config.json in Llama 2's proportions: heads of 128, as many layers as heads; its name)."""
+    """Make a config.json in Llama 2's proportions, and its name: heads of 128, as many layers as heads."""
     shapes = []
     for heads in range(1, 2**13):
         width = 128 * heads

@@ -32,17 +32,18 @@ constants = partial(package_yaml, __package__, "times.yaml")
 
 
 def constant(name: str) -> Any:
+    """Look up a value of times.yaml."""
     return constants()[name]["value"]
 
 
 def passes_of(job: Job) -> str:
-    """Of times.yaml's `spread`. Short passes leave the host less time than it needs."""
+    """Name the job's passes as times.yaml's `spread` does. Short ones leave the host less time than it needs."""
     tokens = job.settings.per_device_train_batch_size * (job.settings.max_length or LONG) / job.sequence_parallel
     return "long passes" if tokens >= LONG else "short passes"
 
 
 def regime_of(job: Job) -> str:
-    """Of times.yaml's `holds`: jobs whose published times were compared together."""
+    """Name the job's regime as times.yaml's `holds` does: jobs whose published times were compared together."""
     if job.zero.offloads:
         return "offload"
     if job.world_size > job.gpus_per_node:
@@ -86,7 +87,7 @@ def how_good(job: Job, gpu: Gpu) -> str:
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
-    """(tokens, FLOPs, share) of one sequence, the mean over a run, without padding.
+    """Average (tokens, FLOPs, share) of one sequence over a run, without padding.
 
     The share: of FLOPs with padding in those of a sequence that is `longest`.
     A padded row is as long as the longest of those drawn with it at random.
@@ -112,7 +113,7 @@ def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float,
 
 
 def padded_together(job: Job) -> int:
-    """Of how many rows the longest decides: of all ranks' where something is sent in every pass."""
+    """Count the rows that the longest decides for: those of all ranks where something is sent in every pass."""
     rows = job.settings.per_device_train_batch_size
     if job.zero_stage in (2, 3) or job.is_fsdp or job.settings.gradient_accumulation_steps == 1:
         rows *= job.world_size // job.sequence_parallel
@@ -133,16 +134,21 @@ class Speed:
 
     @property
     def middle(self) -> float:
+        """Seconds of a step, in the middle of the range: the geometric mean, since its ends are factors."""
         return math.sqrt(math.prod(self.step_seconds))  # of a range of factors
 
     @property
     def tokens_per_second(self) -> Range:
+        """Tokens of all ranks a second, from the slow end to the fast one."""
         low, high = self.step_seconds
         return self.tokens_per_step / high, self.tokens_per_step / low
 
 
 def estimate(job: Job, prediction: Prediction, gpu: Gpu, rows: RowLengths | None = None) -> Speed:
-    """`rows`: None where every sequence is taken to be as long as it may be."""
+    """Estimate how long a step takes on the GPU.
+
+    `rows`: None where every sequence is taken to be as long as it may be.
+    """
     tokens, flops, share = sequence_of(job, prediction.max_length, rows)
     precision = prediction.precision
     if precision == "fp32" and job.settings.tf32:
@@ -322,7 +328,7 @@ class Cost:
 
 
 def cost(job: Job, speed: Speed, price: float, rows: RowLengths | None = None) -> Cost:
-    """`price`: of one GPU for one hour."""
+    """Compute what a step, a million tokens and the run cost. `price`: of one GPU for one hour."""
     per_step = _times(speed.step_seconds, price * job.world_size / 3600)
     per_million = _times(per_step, 1e6 / speed.tokens_per_step)
     steps = job.settings.max_steps

@@ -43,7 +43,7 @@ class Overheads:
         return int(self.context[0] + (self.communicator if world_size > 1 else 0))
 
     def reserved_range(self, allocated: int, world_size: int) -> ReservedRange:
-        """`allocated`: bytes of the tensors at their peak."""
+        """Bound what the allocator reserves. `allocated`: bytes of the tensors at their peak."""
         beside = self.beside_segments(world_size)
         high = allocated * self.own[1] + self.segments + self.context[1] - self.context[0]
         return ReservedRange(low=allocated + beside, high=int(high) + beside)
@@ -51,6 +51,7 @@ class Overheads:
 
 @cache
 def overheads() -> Overheads:
+    """Read overheads.yaml: GPU memory beside the tensors that a plan counts."""
     entries = package_yaml(__package__, "overheads.yaml")
     values = {name: entry["value"] for name, entry in entries.items()}
     measured = entries["context"]["measured"] and entries["own"]["measured"]
@@ -337,7 +338,7 @@ class Sizes:
         return self.shape.adapted * kept
 
     def phases(self) -> dict[str, dict[str, float]]:
-        """{phase: {part: bytes}}."""
+        """Bytes on the fullest GPU in each phase, by part."""
         states = self.terms.states
         resting = dict.fromkeys(PARTS, 0) | {"params": states.params, "optimizer": states.optimizer}
         grads = states.grads
@@ -382,7 +383,7 @@ class Sizes:
         }
 
     def flops(self) -> int:
-        """Of one rank and optimizer step, recomputation included.
+        """FLOPs of one rank and optimizer step, recomputation included.
 
         Eager attention computes the whole square of a row.
         Kernels compute its causal half, and in backward the scores once more (arXiv:2307.08691, section 3.1).
@@ -400,6 +401,7 @@ class Sizes:
 
     @property
     def rows(self) -> float:
+        """Rows of max_length in a step of one rank; a fraction where its tokens fill no whole row."""
         return self.tokens * self.passes / self.length
 
     def _squares(self) -> list[float]:
@@ -409,7 +411,10 @@ class Sizes:
         return [squares(self.length, window) for window in windows]
 
     def host(self) -> tuple[float, float]:
-        """(While loading, in training): below stage 3 the weights, unless their file is mapped; what is offloaded."""
+        """Bytes of host memory for each rank, while loading and in training.
+
+        Below stage 3 the weights are loaded there, unless their file is mapped. In training it holds what is offloaded.
+        """
         zero = self.job.zero
         is_mapped = not self.settings.random_weights and self.loaded == capacity.DTYPE_BYTES.get(self.shape.dtype, 4)
         load = 0 if is_mapped or self.job.zero_stage == 3 else self.loaded * self.shape.parameters
@@ -420,7 +425,7 @@ class Sizes:
 
 
 def add_workspaces(found: dict[str, Any], size: int) -> None:
-    """cuBLAS keeps `size` bytes from the first product on."""
+    """Add cuBLAS's workspaces to a prediction: `size` bytes from the first product on."""
     found["allocated_peak_bytes"] += size
     found["at_peak"]["other"] += size
     for moments in (found.get("peaks", {}), found.get("memory_phases", {})):
@@ -451,7 +456,7 @@ def prediction_of(job: Job, weights: int, saved: int, host: tuple[float, float],
 
 
 def predict_by_formulas(job: Job) -> Prediction:
-    """Raises Refusal where the model's class cannot be built."""
+    """Predict a job's memory without the simulated engine. Raises Refusal where the model's class cannot be built."""
     sizes = Sizes(job, shape_of(job.config, job.settings))
     terms = sizes.terms
     phases = sizes.phases()

@@ -104,25 +104,28 @@ class Job:
 
     @property
     def zero_stage(self) -> int | None:
+        """ZeRO's stage; None without DeepSpeed."""
         return None if self.ds_config is None else self.zero.stage
 
     @property
     def precision(self) -> str:
-        """ "bf16", "fp16" or "fp32", in which it computes: without mixed precision the weights' own."""
+        """The precision that it computes in ("bf16", "fp16" or "fp32"): without mixed precision the weights' own."""
         saved = self.config.get("dtype") or self.config.get("torch_dtype")
         return computed_in(self.zero.autocast or self.settings.precision, loaded_dtype(self.settings, saved))
 
     @property
     def is_fsdp(self) -> bool:
+        """Whether FSDP2 shards it."""
         return self.ds_config is None and self.strategy.startswith(FSDP)
 
     @property
     def on_nvme(self) -> bool:
+        """Whether it keeps states on NVMe."""
         return bool(self.zero.on_nvme)
 
     @property
     def offloads_params(self) -> bool:
-        """Below stage 3 DeepSpeed keeps them on the GPU, whatever offload_param says."""
+        """Whether parameters are offloaded: below stage 3 they stay on the GPU, whatever offload_param says."""
         return self.zero_stage == 3 and self.zero.offload_param is not None
 
     @property
@@ -136,6 +139,7 @@ class Job:
 
     @property
     def ranks_per_node(self) -> int:
+        """Ranks on one machine."""
         return min(self.gpus_per_node, self.world_size)
 
     @property
@@ -145,17 +149,20 @@ class Job:
 
     @property
     def quantizes(self) -> bool:
+        """Whether weights are loaded in 4 or 8 bits."""
         return bool(self.settings.load_in_4bit or self.settings.load_in_8bit)
 
     @property
     def recomputes(self) -> bool:
+        """Whether backward computes activations once more."""
         return self.settings.recomputes
 
     def changed(self, **values: Any) -> Self:
+        """The same job with other values of the recipe's keys."""
         return replace(self, settings=self.settings.replace(**values))
 
     def under(self, strategy: str, ds_config: dict[str, Any] | None) -> Self:
-        """Under another strategy, our own "auto" values filled in as in a run."""
+        """The same job under another strategy, our own "auto" values filled in as in a run."""
         if ds_config:
             settings = self.settings.replace(use_cpu=self.device == "cpu")
             environment = {"LOCAL_WORLD_SIZE": self.ranks_per_node}
@@ -163,17 +170,19 @@ class Job:
         return replace(self.changed(deepspeed=ds_config), strategy=strategy, ds_config=ds_config)
 
     def size_of_model(self) -> ModelSize | None:
-        """None where the model cannot be built."""
+        """The model's size, by which "auto" values are filled in; None where the model cannot be built."""
         with suppress(Refusal):
             shape = shape_of(self.config, self.settings)
             sizes = [tensor.size for tensor in shape.tensors]
             return ModelSize(shape.hidden, max(sizes), tuple(shape.decoder_layers), sum(sizes))
 
     def as_dict(self) -> dict[str, Any]:
+        """The job as JSON takes it."""
         return vars(self) | {"settings": self.settings.as_dict()}
 
     @classmethod
     def from_dict(cls, written: dict[str, Any]) -> Self:
+        """Read what `as_dict` wrote."""
         return cls(**(written | {"settings": Settings(written["settings"])}))
 
     def key(self, versions: dict[str, str]) -> str:
@@ -200,7 +209,10 @@ def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
 
 
 def read_strategies(recipe: Recipe, names: Sequence[str] | None) -> Strategies:
-    """Without `names` the recipe's own `deepspeed:`, or the usual ones. Raises Refusal."""
+    """Read the ds_configs of the strategies to plan.
+
+    Without `names`: the recipe's own `deepspeed:`, or the usual ones. Raises Refusal.
+    """
     settings = recipe.settings
     if names is None and str(settings.fsdp).lower() == "true":
         return {FSDP: None}
@@ -232,7 +244,10 @@ def _ds_config_of(strategy: str) -> dict[str, Any] | None:
 
 
 def model_config(settings: Settings) -> dict[str, Any]:
-    """Its config.json: of a folder, of those in plan/models/, or of the cache. Raises Refusal without one."""
+    """Read the model's config.json: of a folder, of those in plan/models/, or of the cache.
+
+    Raises Refusal without one.
+    """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -251,7 +266,7 @@ def model_config(settings: Settings) -> dict[str, Any]:
 
 
 def known_models() -> dict[str, dict[str, Any]]:
-    """{model's name on the hub: its file in plan/models/}."""
+    """Read plan/models/: each model's file, by its names on the hub."""
     known = {}
     for path in sorted(MODELS.glob("*.json")):
         entry = json.loads(path.read_text())
@@ -279,7 +294,10 @@ def job_of(
     per_node: int = 8,  # of most machines that are rented
     device: str = "gpu",
 ) -> Job:
-    """Raises Refusal where global_batch_size cannot be made of so many ranks."""
+    """Make the job of a recipe under a strategy.
+
+    Raises Refusal where global_batch_size cannot be made of so many ranks.
+    """
     settings = recipe.settings
     accumulation = derive_accumulation(settings, recipe.explicit, ranks)
     if accumulation is not None:
@@ -307,7 +325,10 @@ class PlanRequest:
     no_lengths: str | None = None  # why they are not known
 
     def jobs(self) -> tuple[list[Job], dict[int, dict[str, str]]]:
-        """(those that can run, {GPUs: {strategy: why it is not planned}}). Raises Refusal for none."""
+        """Make all jobs that can run, and say of the others why not: {GPUs: {strategy: why}}.
+
+        Raises Refusal for none.
+        """
         able = []
         excluded = {}
         for count in self.counts:
@@ -367,6 +388,7 @@ class PlanRequest:
 def read_request(
     arguments: argparse.Namespace, overrides: list[str], recipe: Recipe | None = None, config: dict | None = None
 ) -> PlanRequest:
+    """Read and check the command line of a plan. Raises Refusal."""
     gpu = gpu_named(arguments.gpu, gpus(arguments.hardware))
     if arguments.network is not None:
         gpu = gpu.model_copy(update={"network_gb_s": arguments.network})

@@ -31,6 +31,7 @@ PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
 
 
 def main() -> None:
+    """Answer the question on stdin with a line on stdout."""
     end_with_parent()
     question = json.loads(sys.stdin.readline())
     answers = os.fdopen(os.dup(1), "w")
@@ -43,6 +44,7 @@ def main() -> None:
 
 
 def answer_of(question: Mapping[str, Any], predict: Predict) -> dict[str, Any]:
+    """Plan the run that asks: what metrics.json carries, lines for its log, and findings."""
     started = time.monotonic()
     try:
         job = _job(question)
@@ -77,6 +79,7 @@ def _job(question: Mapping[str, Any]) -> Job:
 
 
 def known_rows(job: Job, recipe: str) -> RowLengths | None:
+    """Read the lengths of the run's rows, where they are on this machine."""
     from zero_recipes.data.prepare import rows_at_hand  # imports datasets
 
     rows = rows_at_hand(job.settings, Path(recipe))

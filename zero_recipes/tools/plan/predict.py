@@ -40,7 +40,7 @@ class Predictor:
         return self._known[key]
 
     def missing(self, jobs: Sequence[Job]) -> dict[str, Job]:
-        """Those to be simulated, by key; the others are predicted. Raises Refusal."""
+        """Find the jobs that are to be simulated, by key; the others are predicted. Raises Refusal."""
         missing = {}
         for job in jobs:
             key = job.key(versions())
@@ -82,7 +82,7 @@ class Predictor:
         return None
 
     def known(self, job: Job) -> Prediction:
-        """So far, else by formulas."""
+        """Predict a job by what was simulated so far, else by formulas."""
         return self._known.get(job.key(versions())) or by_formulas(job, None)
 
     def _file(self, key: str) -> Path:
@@ -90,6 +90,7 @@ class Predictor:
 
 
 def by_formulas(job: Job, reason: str | None) -> Prediction:
+    """Predict a job by formulas. `reason`: why not by the simulated engine, which a note then says."""
     prediction = predict_by_formulas(job)
     if reason is None:
         return prediction
@@ -111,14 +112,21 @@ class Fit:
 
     @property
     def runs(self) -> bool:
+        """Whether the job fits, surely or perhaps."""
         return self.status != "no"
 
     @property
     def has_slack(self) -> bool:
+        """Whether the job fits with room for the prediction's error."""
         return self.runs and self.margin >= self.slack
 
 
 def fit_of(prediction: Prediction, capacity: int, host: int | None = None, nvme: int | None = None) -> Fit:
+    """Compare a prediction with a GPU's memory, and a machine's host memory and NVMe, all in bytes.
+
+    Without `host` or `nvme` there is no such limit.
+    """
+
     def lacks(needed: int | None, there: int | None) -> int:
         return 0 if there is None else max(0, (needed or 0) - there)
 

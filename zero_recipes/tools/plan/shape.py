@@ -16,7 +16,7 @@ LORA_KEYS = ("use_peft", "use_rslora", "use_dora", "peft_config")  # beside lora
 
 
 def shape_of(config: Mapping[str, Any], settings: Settings) -> "Shape":
-    """Raises Refusal where the model's class cannot be built from the config alone."""
+    """Read the shape of a model. Raises Refusal where its class cannot be built from the config alone."""
     lora = {key: value for key, value in vars(settings).items() if key.startswith("lora_") or key in LORA_KEYS}
     return _shape(json.dumps(dict(config), sort_keys=True), json.dumps(lora, sort_keys=True, default=str))
 

@@ -41,20 +41,25 @@ NOTES = (
 
 
 def in_seconds(seconds: float) -> str:
+    """Write seconds, up to two minutes in their own unit."""
     return duration(seconds) if seconds < 120 else f"{seconds:,.0f} s"
 
 
 def in_hours(hours: float) -> str:
+    """Write hours in a unit that people read."""
     return duration(3600 * hours)
 
 
 def in_gigabytes(number_of_bytes: float) -> str:
+    """Write bytes as GB, without the unit."""
     decimals = 1 if number_of_bytes < 1e11 else 0
     return f"{number_of_bytes / 1e9:,.{decimals}f}"
 
 
 @dataclass(frozen=True)
 class Answer:
+    """The whole plan: what was requested, planned and recommended."""
+
     request: PlanRequest
     rows: Sequence[Row]  # on all numbers of GPUs; those of `advice`: of the one to take
     excluded: dict[int, dict[str, str]]  # {number of GPUs: {strategy: why it is not planned}}
@@ -65,6 +70,7 @@ class Answer:
     price: float | None  # of one GPU for one hour
 
     def cost(self, row: Row) -> Cost:
+        """Compute what a row's run costs; with a price of 1 where none is known."""
         return cost(row.job, row.speed, self.price or 1.0, self.request.lengths)
 
     @property
@@ -80,11 +86,12 @@ class Answer:
 
     @property
     def job(self) -> Job | None:
+        """The job to run; None where nothing fits."""
         return self.advice.job and self.recommended.job
 
 
 def document(answer: Answer) -> dict[str, Any]:
-    """For JSON: rows and changes by their fields, jobs by place and command."""
+    """Make the plan's JSON: rows and changes by their fields, jobs by place and command."""
     request = answer.request
 
     def plain(value: Any) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def document(answer: Answer) -> dict[str, Any]:
 
 
 def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
-    """(those naming the row, the others that are not empty)."""
+    """Make the columns of -v: those naming the row, and the others that are not empty."""
     named = [Column("Strategy", lambda row: row.job.strategy), Column("Memory", _status)]
     columns = [
         Column("Margin", _margin),
@@ -168,6 +175,7 @@ def _between(values: Range | None, written: Callable[[float], str], to: str = " 
 
 
 def notes(answer: Answer) -> list[str]:
+    """Say what must be known to read the numbers, and what was not planned."""
     rows = answer.advice.rows
     excluded = answer.excluded.get(rows[0].job.world_size, {})
     return [
@@ -227,6 +235,7 @@ def difference(old: Job, new: Job) -> str:
 
 
 def reasons(advice: Recommendation) -> list[str]:
+    """Say why the strategy is recommended."""
     sentences = []
     if advice.other_arithmetic:
         others = _names(advice.other_arithmetic)
@@ -250,6 +259,7 @@ def _names(rows: Sequence[Row]) -> str:
 
 
 def bottom_line(answer: Answer) -> str:
+    """Say what to run, in a sentence or two."""
     advice = answer.advice
     machine = _machine(advice)
     if advice.job is None:
@@ -312,6 +322,8 @@ def _priced(answer: Answer) -> tuple[str, str]:
 
 
 class NamedRow(NamedTuple):
+    """A row of the short table, under the name that it has there."""
+
     name: str
     row: Row
 
@@ -339,7 +351,7 @@ def short_rows(answer: Answer) -> list[NamedRow]:
 
 
 def short_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
-    """As `plan_columns`, of `short_rows`."""
+    """Make the columns of the short table, as `plan_columns` does."""
     named = [Column("Strategy", lambda named: named.name), Column("Memory", lambda named: _status(named.row))]
     capacity = in_gigabytes(answer.request.gpu.memory_bytes)
     host = "Host\nGB"
@@ -389,6 +401,7 @@ def _rate(row: Row) -> str:
 
 
 def print_answer(answer: Answer, console: Console, verbose: bool = False, is_draft: bool = False) -> None:
+    """Print what to run, its command and the table; with `verbose` also parts, phases and notes."""
     console.print(Text(bottom_line(answer), style="bold"))
     job = answer.job
     if job:

@@ -61,7 +61,10 @@ class ForkServer:
         command: list[str],
         environment: Mapping[str, str],
     ) -> "ForkedLaunch | subprocess.Popen":
-        """In place of `sweep.started`, which it is where the server cannot fork. `environments`: of each rank."""
+        """Fork the ranks of a launch, or start it as `sweep.started` does where the server cannot fork.
+
+        `environments`: of each rank.
+        """
         if self.is_ready is None:
             self.is_ready = self.answers.readline() != ""
         if not self.is_ready:
@@ -94,10 +97,14 @@ class ForkedLaunch:
         self.exit_code: int | None = None
 
     def poll(self) -> int | None:
+        """The exit code; None while it runs."""
         return self.exit_code
 
     def wait(self) -> int:
-        """As of `accelerate launch`, 1 for a rank's exit code. A signal is negative. Of a killed server, its own."""
+        """Wait for the end. Returns the exit code as `accelerate launch` has it: 1 for a rank's.
+
+        That of a signal is negative. If the server was killed, it is the server's.
+        """
         self.stdout.close()
         answer = self.server.answers.readline()
         code = int(answer) if answer else self.server.process.wait()

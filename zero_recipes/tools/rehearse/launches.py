@@ -58,7 +58,10 @@ COLUMNS = [
 
 
 def rehearse(arguments: argparse.Namespace) -> int:
-    """Raises Refusal before the first launch."""
+    """Launch a job's phases with a small model, and print what became of each. Returns the exit code.
+
+    Raises Refusal before the first launch.
+    """
     quieten()
     console = terminal()
     began = time.perf_counter()
@@ -185,7 +188,7 @@ def first_rows(settings: Settings, count: int) -> dict[str, Any]:
 
 
 def cpu_words(settings: Settings) -> tuple[list[str], list[str]]:
-    """(overrides in place of what needs a GPU, what needs one)."""
+    """Replace what needs a GPU. Returns overrides, and what was replaced."""
     words = ["--skip_plan", "true", "--supervised_logits_only", "true"]  # as TRL does on GPUs
     needed = []
     for key, (values, instead) in NEED_GPU.items():
@@ -215,8 +218,11 @@ def launch_all(rehearsal: Rehearsal, folder: Path, console: Console) -> dict[str
 
 @contextlib.contextmanager
 def fork_server(rehearsal: Rehearsal, folder: Path) -> Iterator[ForkServer | None]:
-    """Its imports go on beside the first launch's, which waits for its launcher's. None for several ranks on one GPU:
-    one_gpu.sh starts each with a library of its own."""
+    """Start the server that ranks are forked from, and end it.
+
+    Its imports go on beside the first launch's, which waits for its launcher's. None for several ranks on one GPU:
+    one_gpu.sh starts each with a library of its own.
+    """
     if rehearsal.nccl:
         yield None
         return
@@ -226,7 +232,7 @@ def fork_server(rehearsal: Rehearsal, folder: Path) -> Iterator[ForkServer | Non
 
 
 def launched(rehearsal: Rehearsal, out: Path, label: str, console: Console, server: ForkServer | None = None) -> Ran:
-    """`out`: a folder of the launch's name. `server`: where its ranks are forked."""
+    """Launch the rehearsal into `out`, a folder of the launch's name. `server`: where its ranks are forked."""
     began = time.perf_counter()
     if out.name in RESUMED:
         shutil.copytree(out.with_name("killed"), out)
@@ -249,6 +255,7 @@ def launched(rehearsal: Rehearsal, out: Path, label: str, console: Console, serv
 
 
 def command_of(rehearsal: Rehearsal, out: Path) -> list[str]:
+    """Write the command of the launch that `out` is named after."""
     ranks = rehearsal.ranks_in(out.name)
     words: list[Any] = [sys.executable, "-m", "accelerate.commands.launch"]
     if rehearsal.nccl and ranks > 1:
@@ -268,7 +275,10 @@ def script_of(rehearsal: Rehearsal, out: Path) -> list[str]:
 
 
 def threads_of(rehearsal: Rehearsal) -> int:
-    """Of each rank, on half the ranks, too: a forked rank's were set when its server imported torch."""
+    """Count the threads of each rank, on half the ranks, too.
+
+    A forked rank's were set when its server imported torch.
+    """
     return Host().threads(rehearsal.ranks)
 
 

@@ -74,7 +74,7 @@ class Observer:
         self._write(START, trained_only=False)
 
     def keep_batch(self, inputs: dict[str, Any]) -> None:
-        """`inputs`: of a micro batch, as the trainer is given them."""
+        """Keep the rows of a micro batch. `inputs`: as the trainer is given them."""
         from zero_recipes.engine.optimizers import current_rates
 
         step = self.trainer.state.global_step
@@ -118,7 +118,7 @@ class Observer:
 
 
 def whole_weights(model, trained_only: bool) -> Iterator[tuple[str, Any]]:
-    """(name, whole tensor on the CPU in fp32) of each parameter, whatever shards it. Collective."""
+    """Gather each parameter, whatever shards it: its name, and the whole tensor on the CPU in fp32. Collective."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -149,7 +149,7 @@ def load_run_sft() -> ModuleType:
 
 
 def main(argv: list[str]) -> None:
-    """As run_sft.py's."""
+    """Run run_sft.py with an observer in its trainer. `argv`: as run_sft.py's."""
     run_sft = load_run_sft()
     train = run_sft.train
 

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_suffix(".sh")
 
 
 def nccl_library() -> Path:
-    """Raises Refusal where it is missing or too old."""
+    """Find an NCCL that lets ranks share a GPU. Raises Refusal where it is missing or too old."""
     found = "none"
     for package in metadata.distributions(name=PACKAGE):
         found = package.version

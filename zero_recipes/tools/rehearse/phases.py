@@ -58,7 +58,7 @@ class Rehearsal:
 
     @property
     def launches(self) -> dict[str, list[str]]:
-        """{launch: its overrides}, in order."""
+        """The overrides of each launch, in order."""
         settings = self.settings
         applies = {
             over.SHORTER: self.shortens,
@@ -77,7 +77,7 @@ class Rehearsal:
 
     @property
     def why_without_resume(self) -> str | None:
-        """None of a job that can be resumed."""
+        """Why the job cannot be resumed; None if it can."""
         if self.settings.sequence_parallel_size > 1:
             return "sequence_parallel_size: nothing resumes (ZR254)"
         if self.settings.save_only_model:
@@ -85,7 +85,7 @@ class Rehearsal:
         return None
 
     def why_left_out(self, launch: str) -> str | None:
-        """None of a launch that is made."""
+        """Say why a launch is not made; None of one that is."""
         if launch == EQUAL:
             return self.why_not_equal
         if launch not in ("killed", *RESUMED):
@@ -100,11 +100,12 @@ class Rehearsal:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """Of the real job. Raises Refusal."""
+        """The strategy of the real job. Raises Refusal."""
         processes = self.replicas * self.settings.sequence_parallel_size
         return resolve_strategy(self.settings, launched_environment(self.config_file, processes), size_of)
 
     def ranks_in(self, launch: str) -> int:
+        """Count the processes of a launch."""
         return self.ranks // 2 if launch == "fewer" else self.ranks
 
 
@@ -135,6 +136,7 @@ class Row(NamedTuple):
 
 
 def table_of(rehearsal: Rehearsal, ran: Runs) -> list[Row]:
+    """Judge each phase by what the launches have left."""
     rows = []
     for launch, phases in over.PHASES.items():
         is_reached = launch in ran
@@ -167,7 +169,7 @@ def breaks_in(phases: Mapping[str, str | None], metrics: Metrics) -> str:
 
 
 def judged(phase: str, key: str | None, breaks: str | None, rehearsal: Rehearsal, mine: Ran, ran: Runs) -> Row:
-    """`breaks`: the phase in which this launch failed."""
+    """Judge a phase of a launch. `breaks`: the phase in which this launch failed."""
     metrics = mine.metrics
     seconds = mine.seconds if key == "launch" else (metrics.phase_seconds or {}).get(key)
     code = (metrics.failure and metrics.failure.code) or ""
@@ -186,6 +188,7 @@ def judged(phase: str, key: str | None, breaks: str | None, rehearsal: Rehearsal
 
 
 def broken(phase: str, error: str, folder: Path) -> Refusal:
+    """Make the finding of a phase that failed."""
     return refusal("ZR865", phase=phase, error=error, log=folder / "log.txt")
 
 
@@ -206,7 +209,7 @@ def sampled(rehearsal: Rehearsal, ran: Runs) -> str:
 
 
 def verified(rehearsal: Rehearsal, ran: Runs) -> str:
-    """As `zero-recipes verify --deep`."""
+    """Check the saved model as `zero-recipes verify --deep` does."""
     folder = ran["whole"].folder
     try:
         found = verify(folder, deep=True, trust_remote_code=rehearsal.settings.trust_remote_code)

@@ -189,7 +189,7 @@ class Stepper:
             group["lr"] = rate * self.factor(self.taken)
 
     def rates(self) -> dict[str, float]:
-        """{parameter: the learning rate of the next step}."""
+        """The learning rate of each parameter in the next step."""
         names = {id(p): name for name, p in self.trained.items()}
         rates = {}
         for group in self.optimizer.param_groups:
@@ -197,7 +197,10 @@ class Stepper:
         return rates
 
     def step(self, rows: list[Row]) -> tuple[float, float]:
-        """(the mean loss of all tokens that have one, the norm of its gradient before clipping)."""
+        """Take a step.
+
+        Returns the mean loss of all tokens that have one, and the norm of its gradient before clipping.
+        """
         tokens = sum(int((row.labels[1:] != -100).sum()) for row in rows)
         total = 0.0
         for row in rows:  # one after the other: nothing is padded, and no row can see another
@@ -238,7 +241,7 @@ def clipped_at(settings: Settings, ds_config: Mapping[str, Any]) -> float:
 
 
 def plain_optimizer(model, settings: Settings, args, ds_config: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """torch's optimizer for the recipe's `optim`, or for a ds_config's optimizer block."""
+    """Make torch's optimizer for the recipe's `optim`, or for a ds_config's optimizer block."""
     block = ds_config.get("optimizer")
     if block is not None:
         return _optimizer_of_block(model, settings, args, block)
@@ -278,7 +281,7 @@ def _optimizer_of_block(model, settings: Settings, args, block: Mapping[str, Any
 
 
 def plain_factor(settings: Settings, args, ds_config: Mapping[str, Any], steps: int) -> Callable[[int], float]:
-    """step -> what the learning rate is multiplied with."""
+    """Make the schedule: a function from a step to what the learning rate is multiplied with."""
     rate = settings.learning_rate
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
     warmup = args.get_warmup_steps(steps)

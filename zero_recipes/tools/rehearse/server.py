@@ -57,7 +57,7 @@ def serve(client: socket.socket) -> list[str] | None:
 
 
 def received(client: socket.socket) -> tuple[dict[str, Any] | None, int]:
-    """(the order, where its ranks print). An order is a line, after a byte with the file."""
+    """Read an order, and where its ranks print. It is a line, after a byte with the file."""
     _, files, _, _ = socket.recv_fds(client, 1, 1)
     if not files:
         return None, -1
@@ -83,7 +83,10 @@ def become_rank(environment: dict[str, str], output: int) -> None:
 
 
 def wait_for(ranks: list[int], output: int) -> int:
-    """As a launcher: once one has failed, it ends the others. Returns its exit code, negative for a signal; else 0."""
+    """Wait for the ranks as a launcher does: once one has failed, it ends the others.
+
+    Returns the failed one's exit code, negative for a signal; else 0.
+    """
     running = {pid: rank for rank, pid in enumerate(ranks)}
     while running:
         pid, status = os.wait()
@@ -97,6 +100,7 @@ def wait_for(ranks: list[int], output: int) -> int:
 
 
 def stop(processes: list[psutil.Process]) -> None:
+    """End processes, with SIGKILL where SIGTERM does not do."""
     for process in processes:
         process.terminate()
     _, left = psutil.wait_procs(processes, timeout=STOP_SECONDS)
@@ -106,7 +110,7 @@ def stop(processes: list[psutil.Process]) -> None:
 
 
 def import_libraries(argv: list[str]) -> str:
-    """In a run's own order, for what it sets before an import. Returns "cpu" or "cuda"."""
+    """Import what a run imports, in its own order, for what it sets before. Returns "cpu" or "cuda"."""
     path, overrides = split_command_line(argv)
     mapping = recipe_in_force(path)  # sets the recipe's `env:`
     with quiet_imports():

@@ -21,12 +21,16 @@ def answers(value: Any = None):
 
 
 class Event:
+    """What stands for torch.cuda.Event: nothing waits."""
+
     __init__ = record = wait = synchronize = answers()
     query = answers(True)
     elapsed_time = answers(1.0)  # milliseconds: DeepSpeed divides bytes by it
 
 
 class Stream(contextlib.nullcontext):
+    """What stands for torch.cuda.Stream: everything is done at once."""
+
     def __init__(self, *_, **__):
         super().__init__(self)
 
@@ -55,11 +59,12 @@ class _Backend:
     device = stream = answers(contextlib.nullcontext())
 
     def get_rng_state(self, *_) -> torch.Tensor:
+        """The state of a random generator that makes no numbers."""
         return torch.empty(16, dtype=torch.uint8)
 
 
 def set_up_fake_gpu() -> None:
-    """Once in a process, before any tensor is made."""
+    """Register the device that stands for a GPU: once in a process, before any tensor is made."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
     torch.Tensor.record_stream = lambda *_: None
     _numbers_without_a_copy()

@@ -33,6 +33,7 @@ def entries_by_layer(config: Mapping[str, Any], layers: int) -> dict[str, list[A
 
 
 def with_layers(job: "Job", number: int) -> "Job":
+    """The same job with so many of its model's layers."""
     changes: dict[str, Any] = {"num_hidden_layers": number}
     for key, kinds in entries_by_layer(job.config, job.config["num_hidden_layers"]).items():
         changes[key] = kinds[:number]
@@ -40,7 +41,10 @@ def with_layers(job: "Job", number: int) -> "Job":
 
 
 def extrapolated(answers: list[dict[str, Any]], layers: int) -> dict[str, Any]:
-    """From the `answers` to FEW, or of the whole model. An `error` where they do not lie on a line."""
+    """Extend the `answers` for a few layers to all of them, or take that for the whole model.
+
+    An `error` where they do not lie on a line.
+    """
     for answer in answers:
         if "error" in answer:
             return answer

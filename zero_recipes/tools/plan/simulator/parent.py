@@ -70,7 +70,10 @@ def simulate(
     deadline: float = math.inf,
     ready: Callable[["Job", Prediction | str], None] = lambda job, prediction: None,
 ) -> list[Prediction | str]:
-    """Of jobs of one device, `ready` with each; the error of one that fails, or is late by time.monotonic()."""
+    """Simulate jobs of one device, and call `ready` with each as it ends.
+
+    Returns the error of one that fails, or is late by time.monotonic(), in its prediction's place.
+    """
     tasks = []  # (a job's index, its rank, the job to simulate)
     for index, job in enumerate(jobs):
         own = _own_sequences(job)
@@ -112,7 +115,10 @@ _started: dict[tuple[str, ...], tuple[subprocess.Popen, IO[str]]] = {}
 
 
 def start(device: str) -> tuple[subprocess.Popen, IO[str]]:
-    """(the process for jobs of this device, its stderr). Does not wait for its imports."""
+    """Start the process for jobs of this device, or find it. Returns it and its stderr.
+
+    Does not wait for its imports.
+    """
     command = (sys.executable, *WORKER, device)
     if command not in _started or _started[command][0].poll() is not None:
         own = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
@@ -185,6 +191,7 @@ def _prediction(job: "Job", by_rank: list[dict[int, dict[str, Any]]]) -> Predict
 
 
 def main(device: str) -> None:
+    """Be the process: import the libraries, then answer what comes on stdin."""
     end_with_parent()  # a run that is killed leaves no plan behind
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr
@@ -211,6 +218,7 @@ def main(device: str) -> None:
 
 
 def load_worker(device: str) -> ModuleType:
+    """Import what simulates jobs of this device."""
     if device == "gpu":
         from zero_recipes.tools.plan.simulator.device import set_up_fake_gpu
 

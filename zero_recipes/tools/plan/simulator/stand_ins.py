@@ -18,7 +18,7 @@ ASKED_FOR = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equ
 
 
 def answer_for_number(func, args: tuple) -> float | int | bool:
-    """For ASKED_FOR: a fake tensor has no number and would raise.
+    """Answer an operator of ASKED_FOR: a fake tensor has no number and would raise.
 
     0.0, False and a byte of 0 are those of a healthy step (DeepSpeed 0.19, zero/stage_1_and_2.py `has_overflow`).
     1 is a count that divides, and two tensors are equal.
@@ -44,7 +44,7 @@ def no_kernels() -> None:
 
 
 def no_pinned_memory(host=None) -> None:
-    """torch 2.13: `pin_memory()` of a fake tensor raises; DeepSpeed pins what it offloads.
+    """Pin no memory: in torch 2.13 `pin_memory()` of a fake tensor raises, and DeepSpeed pins what it offloads.
 
     `host`: LiveStorages that see the pinned copy of a GPU run. None: on CPUs DeepSpeed makes none.
     """
@@ -62,8 +62,9 @@ def no_pinned_memory(host=None) -> None:
 
 
 def conversions_by_hand() -> None:
-    """torch 2.13, nn/modules/module.py `_apply`: swaps tensors' contents, which a fake parameter refuses.
+    """Convert parameters one by one: torch 2.13's `_apply` (nn/modules/module.py) swaps tensors' contents.
 
+    A fake parameter refuses that.
     To another dtype a parameter stays the same object. To another device it becomes a new one,
     so models are moved before an optimizer knows their parameters.
     """
@@ -101,8 +102,9 @@ def no_other_ranks() -> None:
 
 
 def masks_by_shape(full_rows: bool, masked_packs: bool) -> None:
-    """transformers 5.23, masking_utils.py: looks into the mask, and takes a fake tensor for a compiler's.
+    """Make masks by their shape: transformers 5.23 (masking_utils.py) looks into the mask.
 
+    It takes a fake tensor for a compiler's.
     `full_rows`: no row is padded, so no mask is made. `masked_packs`: but one for several rows that stand in one.
     """
     from transformers import masking_utils
@@ -137,7 +139,7 @@ def collate_with_numbers() -> None:
 
 
 def data_parallel_in_python() -> None:
-    """torch 2.13: DistributedDataParallel's reducer is C++ and reads its parameters' storage."""
+    """Replace DistributedDataParallel: in torch 2.13 its reducer is C++ and reads its parameters' storage."""
     torch.nn.parallel.DistributedDataParallel = BucketedDataParallel
 
 
@@ -157,9 +159,11 @@ class BucketedDataParallel(torch.nn.Module):
                 parameter.grad = bucket.view(parameter.shape)
 
     def forward(self, *arguments, **keywords):
+        """Call the module itself."""
         return self.module(*arguments, **keywords)
 
     def no_sync(self):
+        """Do nothing: nothing is ever sent."""
         return contextlib.nullcontext()
 
     def _get_ddp_logging_data(self) -> dict:
@@ -188,8 +192,9 @@ def adam_on_the_host() -> None:
 
 
 def adam_over_all_tensors() -> None:
-    """torch 2.13, optim/optimizer.py `_default_to_fused_or_foreach`: on CUDA plain Adam takes all tensors at once.
+    """Let Adam take all tensors at once, as plain Adam does on CUDA.
 
+    See torch 2.13, optim/optimizer.py `_default_to_fused_or_foreach`.
     Its intermediate list is as large as the weights that it trains. It does not take a fake tensor's class
     (utils/_foreach_utils.py), whose step count, by which adam.py divides, has no number.
     """
@@ -226,8 +231,9 @@ def loss_of_some(tokens: int) -> None:
 
 
 def attention_as_on_cuda() -> None:
-    """torch 2.13, aten/native/transformers/cuda/sdp_utils.cpp: flash attention without a mask, memory-efficient with.
+    """Let attention take the kernels of CUDA: flash attention without a mask, memory-efficient with.
 
+    See torch 2.13, aten/native/transformers/cuda/sdp_utils.cpp.
     On another device torch takes the plain formula, which keeps the whole score matrix.
     """
     functional = torch.nn.functional
@@ -256,7 +262,7 @@ def _flash(query, key, value, dropout: float, is_causal: bool, scale: float | No
 
 
 def pack_in_4_bits(model: torch.nn.Module, config, device: torch.device) -> None:
-    """transformers 5.23 packs weights while it reads them.
+    """Pack a model's weights after they were made: transformers 5.23 packs them while it reads them.
 
     bitsandbytes 0.50: a fake tensor cannot be a Params4bit (nn/modules.py),
     and its product (backends/cuda/ops.py `gemm_4bit`) unpacks a weight unseen.
@@ -292,8 +298,9 @@ FLASH = "kernel_in_one"  # our attention implementation for flash and flex atten
 
 
 def flash_attention() -> None:
-    """transformers 5.23: flash attention's kernels read numbers and addresses; torch's own keeps the same tensors.
+    """Replace flash attention by torch's own, which keeps the same tensors.
 
+    transformers 5.23: its kernels read numbers and addresses.
     No mask is made for it, packed rows or not: the kernel is told of the boundaries.
     """
     from transformers import masking_utils, modeling_utils
@@ -313,7 +320,7 @@ def attention_of(requested: str | None, on_gpu: bool) -> str | None:
 
 
 def replace_parts_of_libraries(on_gpu: bool, full_rows: bool, masked_packs: bool, host) -> None:
-    """`on_gpu`: on the device that stands for one."""
+    """Replace all that fake tensors cannot do. `on_gpu`: on the device that stands for one."""
     no_addresses()
     no_pinned_memory(host if on_gpu else None)
     conversions_by_hand()
@@ -368,7 +375,7 @@ _libraries: list[torch.library.Library] = []  # a registration ends with its lib
 
 
 def set_up_autocast(dtype: torch.dtype) -> None:
-    """Once in a process."""
+    """Register autocast for the device that stands for a GPU, once in a process."""
     everything = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel)
     own = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")

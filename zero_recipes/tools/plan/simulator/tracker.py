@@ -121,6 +121,7 @@ class LiveStorages:
         self.forget_peaks()
 
     def forget_peaks(self) -> None:
+        """Begin to look for peaks anew."""
         self.peaks: dict[str, int] = {}  # of each phase
         self.at_peak: dict[str, dict[str, int]] = {}
         self._look()
@@ -131,6 +132,7 @@ class LiveStorages:
         self._look()
 
     def assign(self, tensors: Iterable[torch.Tensor], part: str) -> None:
+        """Count the tensors' storages to this part from now on."""
         for tensor in tensors:
             storage = self._known.get(tensor.untyped_storage()._cdata)
             if storage is not None:
@@ -139,6 +141,7 @@ class LiveStorages:
                 storage.part = part
 
     def see(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage, until nothing holds it."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:

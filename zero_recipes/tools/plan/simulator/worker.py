@@ -122,7 +122,7 @@ def _start_group(job: Job, rank: int) -> None:
 
 
 def train_two_steps(job: Job, folder: str) -> dict:
-    """Of a run built as run_sft.py does."""
+    """Train two steps of a run that is built as run_sft.py builds it. Returns what a prediction is made of."""
     quieten()
     settings = job.settings.replace(**LEFT_OUT, max_steps=STEPS, output_dir=folder, deepspeed=job.ds_config)
     settings = settings.replace(gradient_accumulation_steps=min(job.settings.gradient_accumulation_steps, 2))
@@ -207,7 +207,7 @@ def _rows(length: int, count: int) -> Dataset:
 
 
 class WatchedSFTTrainer(SFTTrainer):
-    """With a real run's token weights; names the phases."""
+    """TRL's trainer with a real run's token weights, which names the phases."""
 
     watch: "Watch"
 
@@ -216,13 +216,16 @@ class WatchedSFTTrainer(SFTTrainer):
         self.token_weights = TokenWeights(self)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """Weigh the tokens of a step, as a real run does."""
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         return self.token_weights.of_step(batches, count, device, self._get_num_items_in_batch)
 
     def prediction_step(self, model, inputs, *arguments, **keywords):
+        """Weigh the tokens of an evaluation, as a real run does."""
         return self.token_weights.predict(super().prediction_step, model, inputs, *arguments, **keywords)
 
     def compute_loss(self, model, inputs, *arguments, **keywords):
+        """Name the phases forward and backward."""
         if not self.model.training:
             return super().compute_loss(model, inputs, *arguments, **keywords)
         self.watch.tracker.enter("forward")
@@ -231,6 +234,7 @@ class WatchedSFTTrainer(SFTTrainer):
         return loss
 
     def training_step(self, *arguments, **keywords):
+        """Name the phase between two micro steps."""
         loss = super().training_step(*arguments, **keywords)
         self.watch.tracker.enter("between")
         self.watch.communication.end_step()  # of this micro step: only the last of a step steps
@@ -265,6 +269,7 @@ class Watch(TrainerCallback):
             self.tracker.assign([parameter.grad], "grads")
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """Look at the engine that was built, and name the optimizer's step from now on."""
         self.record("engine_built")
         self.host_load = max(self.host.peaks.values())
         self.host.forget_peaks()
@@ -285,10 +290,12 @@ class Watch(TrainerCallback):
         self.tracker.forget_peaks()
 
     def on_step_begin(self, args, state, control, **kwargs):
+        """Look at all states in the second step, when Adam has its own."""
         if self.steps == 1:
             self.probe.attach()
 
     def on_step_end(self, args, state, control, **kwargs):
+        """Count a step, and keep its states."""
         self.tracker.enter("between")
         if self.steps == 1:
             self.states = self.probe.detach()
@@ -316,7 +323,10 @@ class Watch(TrainerCallback):
         self.tracker.enter("between")
 
     def load_best_model(self) -> None:
-        """torch's Optimizer.load_state_dict makes new states before it drops the old (deepspeedai/DeepSpeed#3938)."""
+        """Load the best model's states.
+
+        torch's Optimizer.load_state_dict makes new states before it drops the old (deepspeedai/DeepSpeed#3938).
+        """
         self.tracker.enter("best model")
         again = []
         for state in base_optimizer(self.trainer.optimizer).state.values():
