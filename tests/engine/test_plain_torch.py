@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given, seed, settings
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import cases, drawn_jobs, plain_cases
 from tests.helpers.group import CaseFailed
-from tests.helpers.seeded import write_result
+from tests.helpers.seeded import grid, write_result
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.read import parse_recipe
 from zero_recipes.tools.rehearse import observed, plain
@@ -45,11 +45,17 @@ def parts(tmp_path_factory):
     return folder
 
 
+DRAWN = 8  # fewer than 11: from then on hypothesis draws each of them six times, a little changed
+
+
 @pytest.mark.timeout(600)
-def test_drawn_jobs_are_plain_torch_or_refused(one, two, parts):
+@pytest.mark.parametrize("number", [0, 1, *map(grid, range(2, 10))])
+def test_drawn_jobs_are_plain_torch_or_refused(one, two, parts, number):
+    """`number`: hypothesis's seed."""
     counts: Counter[str] = Counter()
 
-    @settings(max_examples=40, phases=[Phase.generate])
+    @seed(number)
+    @settings(max_examples=DRAWN, phases=[Phase.generate])
     @given(drawn_jobs.jobs())
     def draw(job):
         kind, words = outcome(job, {1: one, 2: two}, parts)
@@ -57,7 +63,7 @@ def test_drawn_jobs_are_plain_torch_or_refused(one, two, parts):
         assert kind in ("equal", REFUSED), (words, job)
 
     draw()
-    assert counts["equal"] >= 25, counts
+    assert counts["equal"] >= DRAWN // 2, counts
 
 
 @pytest.mark.grid

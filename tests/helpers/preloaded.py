@@ -11,10 +11,10 @@ quieten()
 # collecting after a case need not go through what is imported, which takes half a second
 with imported_for_good():
     import cpuinfo
-    import jinja2
     from matplotlib.figure import Figure
 
     from tests.helpers.worker import remember
+    from zero_recipes.training import card
 
     for name in (  # some of them a run imports later
         "tests.helpers.cases",
@@ -31,7 +31,7 @@ with imported_for_good():
     # DeepSpeed asks twice for each kernel that it loads, which takes a second each time: once for all ranks
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     cpuinfo.get_cpu_info()
-    # a run's README.md is a third of its time on rank 0: one compiled template, and no picture of losses, which tests
-    # of cards and reports draw in pytest's own process, and real launches as they are
-    jinja2.Template = functools.cache(jinja2.Template)
+    # a run's README.md is a third of its time on rank 0: its template is compiled here, and no losses are drawn, which
+    # tests of cards and reports do in pytest's own process, and real launches
+    card._template()
     Figure.savefig = lambda _, path, **__: Path(path).write_bytes(b"")

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def write_card(folder: Path, out: Path | None = None) -> None:
 MARKDOWN = re.compile(r"[&<>|`\[\]\\*~$]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is one
 
 
+@cache
 def _template() -> Template:
     """Whatever it prints is text, unless it says `code` or `safe`: names, versions and answers are other people's."""
     environment = Environment(finalize=_as_text)
