@@ -21,7 +21,7 @@ SWAPPED = "zero_stage_3"  # DeepSpeed's folder below nvme_path
 
 
 def swap_folders(strategy: Strategy) -> list[Path]:
-    """Empty where nothing is swapped."""
+    """Return the folders to which a run swaps. Empty where nothing is swapped."""
     return sorted({Path(strategy.ds.offload_block(key)["nvme_path"]) for key in strategy.ds.on_nvme})
 
 
@@ -46,7 +46,7 @@ def swap_space(strategy: Strategy) -> Iterator[None]:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Lock `folder`. Under the lock, a killed run's swap files are deleted first, this run's own last.
+    """Hold a swap folder alone. Under its lock, a killed run's swap files are deleted first, this run's own last.
 
     Another run's files have the same names.
     """
@@ -67,7 +67,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def swapped_bytes(strategy: Strategy) -> int:
-    """Bytes of this rank's swap files."""
+    """Add up the bytes of this rank's swap files."""
     size = 0
     for folder in swap_folders(strategy):
         for path in folder.glob(f"{SWAPPED}/*/rank{rank()}/*"):

@@ -52,7 +52,7 @@ def optimizer_facts(optimizer: Any, model: torch.nn.Module) -> OptimizerFacts:
 
 
 def group_members(optimizer: Any) -> list[list[torch.nn.Parameter]]:
-    """The model's parameters in each of the inner optimizer's `param_groups`."""
+    """Return the model's parameters in each of the inner optimizer's `param_groups`."""
     wrapper = optimizer
     while wrapper is not None:
         if is_stage_3(wrapper):
@@ -65,7 +65,7 @@ def group_members(optimizer: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def current_rates(optimizer: Any, model: torch.nn.Module) -> dict[str, float]:
-    """{parameter: its learning rate now}."""
+    """Return {parameter: its learning rate now}."""
     names = {id(p): plain_name(name) for name, p in model.named_parameters()}
     rates = {}
     groups = base_optimizer(optimizer).param_groups
@@ -76,7 +76,7 @@ def current_rates(optimizer: Any, model: torch.nn.Module) -> dict[str, float]:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """ "torch.AdamW": the package and the class of an optimizer."""
+    """Return the package and the class of an optimizer: "torch.AdamW"."""
     cls = type(optimizer)
     return f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
 
@@ -92,19 +92,19 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool | None:
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter as the bare model has it."""
+    """Return the name of a parameter as the bare model has it."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def trained_names(model: torch.nn.Module) -> set[str]:
-    """Names of the parameters that have gradients, as the bare model has them."""
+    """Return the names of the parameters that have gradients, as the bare model has them."""
     return {plain_name(name) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _plain(value: Any) -> Any:
-    """A number for a tensor, a list for a tuple."""
+    """Return a number for a tensor, a list for a tuple, other values as they are."""
     if torch.is_tensor(value):
         return value.item()
     if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)):

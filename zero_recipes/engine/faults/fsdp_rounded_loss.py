@@ -1,4 +1,4 @@
-"""Under FSDP2 in bf16 TRL's loss has three digits: 2.3594, 2.3438, 2.3594.
+"""Under FSDP2 in bf16 TRL's loss is rounded to three digits: 6.813 where it is 6.797.
 
 accelerate's mixed precision also casts what the model returns, and TRL computes the loss inside. `fsdp_config` takes no
 other policy.

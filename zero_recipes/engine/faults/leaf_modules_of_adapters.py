@@ -1,4 +1,4 @@
-"""LoRA at stage 3 with leaf modules (`leaf_module`, z3_leaf): the first layer's adapter does not train.
+"""LoRA at stage 3 with leaf modules (`leaf_module`): "The size of tensor a must match the size of tensor b".
 
 DeepSpeed reduces the gradients of a leaf module in a full backward hook. Behind a frozen embedding no input of the
 first layer has a gradient, and torch calls its hook before its parameters' gradients exist.

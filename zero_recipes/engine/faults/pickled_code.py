@@ -13,14 +13,17 @@ See it: one CPU
     import torch
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+    folder = tempfile.mkdtemp()
+
 
     class Call:
         def __reduce__(self):
-            return os.putenv, ("CALLED", "1")
+            return os.mkdir, (folder + "/made",)
 
 
-    torch.save({"module": Call()}, path := tempfile.mkdtemp() + "/mp_rank_00_model_states.pt")
-    print(TorchCheckpointEngine().load(path))  # os.putenv has run
+    torch.save({"module": Call()}, folder + "/mp_rank_00_model_states.pt")
+    TorchCheckpointEngine().load(folder + "/mp_rank_00_model_states.pt")
+    assert os.path.isdir(folder + "/made")
 """
 
 import pickle
@@ -64,7 +67,7 @@ def load_without_code(path: Path) -> Any:
 
 
 def not_plain(path: Path) -> str | None:
-    """Why a file cannot be read without running code. None if it can, or is no pickle by its name."""
+    """Say why a file cannot be read without running code. None if it can, or is no pickle by its name."""
     if not path.name.endswith(PICKLES) or path.name == NEVER_LOADED:
         return None
     try:

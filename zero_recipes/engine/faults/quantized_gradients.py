@@ -1,4 +1,4 @@
-"""ZeRO++'s quantized gradients (qgZ) in bf16: the loss stays where it is, or is NaN; the gradient norm is far off.
+"""With ZeRO++'s quantized gradients (qgZ) in bf16 the gradient norm is infinite from the first step, or far off.
 
 DeepSpeed's kernel reads every gradient as fp16: the bits of bf16 and fp32 become other numbers. It adds up the devices
 of a node and divides by the nodes only: matrices' gradients are as many times the mean as a node has devices, while

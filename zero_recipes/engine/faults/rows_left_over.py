@@ -26,7 +26,7 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 
 
 def rows_left_over(loader) -> int:
-    """Rows in an epoch's last batches, over all ranks, before accelerate fills them with the first rows.
+    """Count the rows in an epoch's last batches, over all ranks, before accelerate fills them with the first rows.
 
     0 where it fills none. `loader`: accelerate's, before any batch is skipped.
     """

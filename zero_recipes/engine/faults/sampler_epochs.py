@@ -5,7 +5,7 @@ epoch on they draw what dropout has left, on each rank another number. Of `batch
 where batches are skipped: an epoch that a run is resumed in has the first one's order.
 
 Library: transformers 5.23, trainer.py (`_get_train_sampler`); accelerate 1.15, data_loader.py (`skip_first_batches`).
-Upstream: none found.
+Upstream: none found; of accelerate's own resume: huggingface/accelerate#4233.
 Here: each epoch's order follows from seed and epoch alone.
 
 See it: one CPU

@@ -5,7 +5,7 @@ has `accepts_loss_kwargs = False` nothing is counted, and micro batches weigh th
 has no `loss_type`, a row's first token is counted, which has no loss.
 
 Library: transformers 5.23, trainer.py (`model_accepts_loss_kwargs`, `_loss_shifts_labels`, `_get_num_items_in_batch`).
-Upstream: none found.
+Upstream: huggingface/transformers#37766, of models that take no count; none found for the first token.
 Here: the tokens that have a loss in SFTTrainer are counted, for every model.
 
 See it: one CPU

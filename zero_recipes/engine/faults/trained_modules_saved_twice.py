@@ -1,4 +1,4 @@
-"""adapter_model.safetensors has a trained LM head two or three times, one of them the base model's.
+"""adapter_model.safetensors has a trained LM head several times, one of them the base model's.
 
 Where the vocabulary has grown, PEFT adds all that is below the embeddings and the LM head to an adapter's file. Of a
 head in `modules_to_save` that is also PEFT's own copy, which no loading reads, and the frozen one, which is the base

@@ -5,7 +5,7 @@ from_pretrained makes every parameter anew with `requires_grad=True`. A router's
 into the class's parameters, keep it frozen.
 
 Library: transformers 5.23, core_model_loading.py (`set_param_for_module`).
-Upstream: none found.
+Upstream: none found; others freeze again, too: vllm-project/speculators#594.
 Here: what the class freezes is frozen again after loading.
 
 See it: one CPU
