@@ -15,7 +15,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from zero_recipes.config.ds_config import ModelSize
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import Finding, Refusal, finding, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import Finding, Refusal, finding, raise_errors, refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.engine.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
 from zero_recipes.engine.patches import freeze_as_the_class_does, keep_4bit_layout, let_inputs_have_gradients

@@ -38,14 +38,14 @@ CITED = [
     ("torch/distributed/run.py", "        omp_num_threads = 1\n", "distributed/group.py set_host_threads"),
     # it takes a local rank for a process group
     ("accelerate/state.py", 'elif int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:', "start_process_group"),
-    ("torch/include/ATen/core/CachingHostAllocator.h", "size <= pinned_max_cached_size()", "core/host.py the limit"),
+    ("torch/include/ATen/core/CachingHostAllocator.h", "size <= pinned_max_cached_size()", "allocator.py the limit"),
     ("deepspeed/runtime/comm/coalesced_collectives.py", "max(tensor.shape[0], tensor.shape[1], global_world_size)\n",
      "engine/patches.py quantized_shape"),
     ("deepspeed/ops/csrc/quantization/swizzled_quantize.cu", "= groups / (nodes * devices_per_node);\n",
      "engine/patches.py quantized_shape: groups that the ranks do not divide"),
     ("deepspeed/ops/csrc/quantization/quant_reduce.cu", "= (one_step_threads < 1024) ? one_step_threads : 1024;\n",
      "engine/patches.py quantized_shape: groups of up to 128"),
-    ("torch/include/ATen/core/CachingHostAllocator.h", "return c10::llvm::PowerOf2Ceil(size);", "core/host.py pinned"),
+    ("torch/include/ATen/core/CachingHostAllocator.h", "return c10::llvm::PowerOf2Ceil(size);", "allocator.py pinned"),
 ]  # fmt: skip
 
 

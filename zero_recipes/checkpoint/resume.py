@@ -23,9 +23,10 @@ from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import needs_reshard, refuse_misfit
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import UNFINISHED, Refusal, refusal
+from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.folder_lock import HELD
 from zero_recipes.core.process import rank, say
+from zero_recipes.core.run_end import UNFINISHED
 from zero_recipes.engine import deepspeed as internals
 from zero_recipes.engine.group import agree, once
 from zero_recipes.engine.huggingface import not_plain

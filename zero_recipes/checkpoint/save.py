@@ -20,7 +20,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from zero_recipes.core.files import ALSO_LOADED, RECORDS, SAVED, write_json, write_text
-from zero_recipes.core.findings import RunFailed, ending
+from zero_recipes.core.findings import ending
+from zero_recipes.core.run_end import RunFailed
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"

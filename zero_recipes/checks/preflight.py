@@ -25,9 +25,11 @@ from zero_recipes.config.recipe import Recipe, RecipeFile
 from zero_recipes.config.run import Run, choose_device, refuse_uneven_gpus, settings_in_force
 from zero_recipes.config.settings import derive_accumulation
 from zero_recipes.config.strategy import Strategy, resolve_strategy
-from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes, library_error_as_finding
+from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes
 from zero_recipes.core.folder_lock import refuse_in_use
-from zero_recipes.core.host import Gpu, Host
+from zero_recipes.core.gpus import Gpu
+from zero_recipes.core.host import Host
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.data.load import refuse_data_at_hand, tokenizer_findings
 from zero_recipes.metrics.scores import load_metrics, metric_findings
 from zero_recipes.model import load_config, size_of

@@ -12,7 +12,8 @@ from unittest.mock import DEFAULT, patch
 
 from zero_recipes.config.ds_config import quiet
 from zero_recipes.core.files import FILES, at_hand
-from zero_recipes.core.findings import Finding, finding, first_line, library_error_as_finding, refusal
+from zero_recipes.core.findings import Finding, finding, first_line, refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_recipes.core.files import at_hand
-from zero_recipes.core.findings import library_error_as_finding, refusal
+from zero_recipes.core.findings import refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.core.process import local_world_size
 
 # blocks that transformers or DeepSpeed read with .get(): they stop with a bare AttributeError on anything else

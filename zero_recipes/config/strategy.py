@@ -17,8 +17,8 @@ from zero_recipes.config.ds_config import (
 )
 from zero_recipes.config.fsdp_config import fsdp_config_in_force
 from zero_recipes.config.settings import Settings
+from zero_recipes.core.allocator import allocator_settings
 from zero_recipes.core.findings import refusal
-from zero_recipes.core.host import allocator_settings
 
 
 @dataclass(frozen=True)

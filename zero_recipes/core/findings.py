@@ -4,31 +4,14 @@ A refusal ends a run before any weight is loaded, with one message and exit code
 """
 
 import contextlib
-import json
-import os
 import re
-import signal
-import sys
-import time
-import traceback
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from zero_recipes.core.files import encodable, package_yaml, write_json
-from zero_recipes.core.process import escape_unprintable, rank, wait_for_rank_0
+from zero_recipes.core.files import encodable, package_yaml
 
-# exit codes
-FAILED = 1
-REFUSED = 2
-PREEMPTED = os.EX_TEMPFAIL  # 75
-INTERRUPTED = 128 + signal.SIGINT
-UNFINISHED = "the run has not finished"  # in the metrics.json of one that is alive, or was killed
-PRINT_SECONDS = 20.0
-LONGEST_MESSAGE = 600  # characters of a library's message in a finding; --traceback shows all of it
-REFUSAL_FILE = "ZERO_RECIPES_REFUSAL_FILE"  # in the environment: where a refused run says so to who launched it
 PARTS = ("what", "why", "fix")  # of a finding's text
 # of findings, by the first digit of a code
 AREAS = {
@@ -130,55 +113,10 @@ class Refusal(Exception):
         return shown(self.findings)
 
 
-class RunFailed(Exception):
-    """A run that ends early, on all ranks, for a reason that it knows: one message, no traceback."""
-
-    status = "failed"  # in metrics.json
-    exit_code = FAILED
-    scope = "run"  # who prints it, as of a Finding
-
-
 def ending(name: str, /, **values: Any) -> str:
     """A text of endings.yaml. Of an error in `values` its first line."""
     values = {key: first_line(value) if isinstance(value, Exception) else value for key, value in values.items()}
     return package_yaml(__package__, "endings.yaml")[name].format_map(values)
-
-
-class Preempted(RunFailed):
-    """A signal has ended the run, and all that it has trained is saved."""
-
-    status = "preempted"
-    exit_code = PREEMPTED
-
-
-class PeerFailed(RuntimeError):
-    """What another rank failed of, or that it died: never the cause of a run's end. One line, no traceback."""
-
-
-@contextlib.contextmanager
-def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[None]:
-    """Whatever a library raises inside becomes one Refusal with the library's message.
-
-    A Refusal passes as it is, and so does memory that is not enough.
-    `doing`: "making the optimizer (optim: lomo)". `keys`: the finding is about the first that the message names.
-    """
-    try:
-        yield
-    except (Refusal, RunFailed):
-        raise
-    except Exception as error:  # libraries raise whatever they like
-        message = " ".join(str(error).split())
-        if isinstance(error, MemoryError) or "out of memory" in message:
-            raise
-        named = next((key for key in keys if re.search(rf"\b{re.escape(key)}\b", message)), None)
-        hint = next((hint for words, hint in table()["ZR199"]["hints"].items() if words in message), "")
-        about = {"doing": doing, "name": type(error).__name__, "message": message[:LONGEST_MESSAGE], "hint": hint}
-        trace = "".join(traceback.format_exception(error))
-        # transformers, dynamic_module_utils.py
-        raised_by = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-        found = finding("ZR199", recipe_key=named, **about)
-        not_run = "resolve_trust_remote_code" in raised_by
-        raise Refusal([replace(found, trace=trace, is_of_code_not_run=not_run)]) from error
 
 
 @contextlib.contextmanager
@@ -226,56 +164,3 @@ def raise_errors(findings: list[Finding]) -> None:
     """One Refusal for all errors among the findings."""
     if any(finding.level == "error" for finding in findings):
         raise Refusal(findings)
-
-
-def print_ending(ending: BaseException, tracebacks: bool = False) -> int:
-    """Print why a run ends, each finding on the ranks of its scope. Returns the exit code of every rank."""
-    escape_unprintable()
-    if isinstance(ending, KeyboardInterrupt):
-        if rank() == 0:
-            print("ended by Ctrl-C", file=sys.stderr, flush=True)
-        return INTERRUPTED
-    if isinstance(ending, Refusal):
-        message = str(ending)
-        mine = [finding for finding in ending.findings if _prints(finding.scope)]
-        texts = [shown(mine, tracebacks)] if mine else []
-    else:
-        is_known = isinstance(ending, (RunFailed, PeerFailed))
-        message = f"{getattr(ending, 'status', type(ending).__name__)}: {ending}"
-        texts = []
-        if is_known and _prints(getattr(ending, "scope", "rank")):
-            texts.append(message)
-        if tracebacks or not is_known:
-            texts.append("".join(traceback.format_exception(ending)))
-    for text in texts:
-        print(text, file=sys.stderr, flush=True)
-    _tell_launcher(message)
-    refusal_file = os.environ.get(REFUSAL_FILE)
-    if refusal_file and isinstance(ending, Refusal):
-        first = ending.findings[0]
-        write_json(Path(refusal_file), {"code": first.code, "reason": first.what, "error": message})
-    if rank() and (not texts or isinstance(ending, PeerFailed)):
-        wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
-    if isinstance(ending, Refusal):
-        return REFUSED
-    return getattr(ending, "exit_code", FAILED)
-
-
-def _prints(scope: str) -> bool:
-    if scope == "rank":
-        return True
-    if scope == "machine":
-        return int(os.environ.get("LOCAL_RANK", rank())) == 0
-    return rank() == 0
-
-
-def _tell_launcher(message: str) -> None:
-    """accelerate and torchrun turn the exit code into 1, and close with a table that shows what is in this file.
-
-    See torch/distributed/elastic/multiprocessing/errors/error_handler.py.
-    """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with open(error_file, "w") as file:
-            json.dump({"message": {"message": message, "extraInfo": extra}}, file)

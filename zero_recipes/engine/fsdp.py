@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from zero_recipes.core.findings import PeerFailed
 from zero_recipes.core.process import rank
+from zero_recipes.core.run_end import PeerFailed
 
 
 def fix_arguments(training_args, device: str) -> None:

@@ -19,9 +19,10 @@ from torch.distributed.elastic.utils.store import barrier
 
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import PeerFailed, Refusal, RunFailed, first_line, print_ending, refusal
+from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import local_world_size, rank
+from zero_recipes.core.run_end import PeerFailed, RunFailed, print_ending
 from zero_recipes.engine.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_locks
 
 # as torchrun gives machines (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, `_DEFAULT_TIMEOUTS`):

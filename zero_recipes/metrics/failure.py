@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zero_recipes.core.files import encodable, package_yaml, write_text
-from zero_recipes.core.findings import PeerFailed
 from zero_recipes.core.process import rank
+from zero_recipes.core.run_end import PeerFailed
 from zero_recipes.metrics import schema
 
 REFUSAL = "refusal.json"  # of a run that is launched with REFUSAL_FILE; read once

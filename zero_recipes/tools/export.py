@@ -19,8 +19,9 @@ import transformers
 
 from zero_recipes.checkpoint.save import add_records, compare_with_class, write_checksums
 from zero_recipes.config.command_line import named_on
-from zero_recipes.core.findings import RunFailed, ending, finding, refusal
+from zero_recipes.core.findings import ending, finding, refusal
 from zero_recipes.core.folder_lock import LOCK, held
+from zero_recipes.core.run_end import RunFailed
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
 from zero_recipes.tools import ask, losses

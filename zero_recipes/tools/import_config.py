@@ -22,7 +22,8 @@ import yaml
 from zero_recipes.config.ds_config import DsConfig, read_json_mapping
 from zero_recipes.config.keys import FORMATS
 from zero_recipes.core.files import package_yaml, write_text
-from zero_recipes.core.findings import finding, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import finding, raise_errors, refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.tools import import_models
 from zero_recipes.tools.import_models import table
 

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from zero_recipes.core.findings import REFUSED, described, library_error_as_finding, refusal, table
+from zero_recipes.core.findings import described, refusal, table
+from zero_recipes.core.library_errors import library_error_as_finding
+from zero_recipes.core.run_end import REFUSED
 from zero_recipes.core.tables import working
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES

@@ -29,9 +29,10 @@ from zero_recipes.checkpoint.resume import (
 )
 from zero_recipes.config.run import Run
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import PeerFailed, Preempted, RunFailed, ending
-from zero_recipes.core.host import library_versions
+from zero_recipes.core.findings import ending
+from zero_recipes.core.measured_on import library_versions
 from zero_recipes.core.process import PhaseClock, say
+from zero_recipes.core.run_end import PeerFailed, Preempted, RunFailed
 from zero_recipes.data.samples import Sample
 from zero_recipes.engine import fsdp, patches
 from zero_recipes.engine.cpu_adam import repeat_steps_of_cpu_adam

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from zero_recipes import model as models
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import package_yaml
-from zero_recipes.core.findings import library_error_as_finding
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.tools.plan.simulator.layers import entries_by_layer
 
 SIZES = package_yaml(__package__, "rehearsal.yaml")["small_model"]
