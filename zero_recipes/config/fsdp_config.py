@@ -42,7 +42,7 @@ _RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")  # FSDP1's strategies that free gat
 
 
 def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], world_size: int) -> dict[str, Any] | None:
-    """The `fsdp_config` in force; None without FSDP. Raises Refusal for what this repository cannot run.
+    """Decide the `fsdp_config` of a run; None without FSDP. Raises Refusal for what this repository cannot run.
 
     `accelerate launch` hands it over through the environment (FSDP_*), torchrun through the recipe's keys.
     """

@@ -36,6 +36,7 @@ def set_allocator(environment: MutableMapping[str, str]) -> None:
 
 
 def allocator_settings(environment: Mapping[str, str]) -> str:
+    """Show which variable sets torch's allocators, and to what, as "NAME=VALUE"."""
     name = _allocator_variable(environment)
     return f"{name}={environment[name]}" if name else "torch's defaults"
 
@@ -45,7 +46,7 @@ def _allocator_variable(environment: Mapping[str, str]) -> str | None:
 
 
 def pinned_bytes(size: int, environment: Mapping[str, str]) -> int:
-    """Bytes of host memory that a pinned tensor of `size` bytes takes in this environment."""
+    """Count the bytes of host memory that a pinned tensor of `size` bytes takes in this environment."""
     found = re.search(rf"{PINNED_KEY}\s*:\s*(\d+)", allocator_settings(environment))
     limit_mib = int(found[1]) if found else PINNED_LIMIT_MIB
     if size <= 1 or size > limit_mib << 20:

@@ -29,7 +29,7 @@ AREAS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, why it cannot work, and how to fix it: one sentence or two each."""
+    """One thing that is wrong with a run: what it is, why it cannot work, and how to fix it."""
 
     code: str  # "ZR104": stable; `zero-recipes explain ZR104` says more
     what: str
@@ -44,6 +44,7 @@ class Finding:
 
     @property
     def head(self) -> str:
+        """The word that a finding's text begins with."""
         if self.level == "error":
             return "refused"
         return "warning (ignored)" if self.ignored else "warning"
@@ -53,7 +54,7 @@ class Finding:
 
 
 def shown(findings: Iterable[Finding], tracebacks: bool = False) -> str:
-    """As people read them: those of one code for the same reason as one, with a line for each."""
+    """Write findings for people: those of one code for the same reason become one, with a line for each."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.head, finding.code, finding.why), []).append(finding)
@@ -79,7 +80,10 @@ def _lines(group: list[Finding]) -> list[str]:
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    """{code: {"level", "what", "why", "fix"; some have "source", "ignore" and "example"}} of findings.yaml."""
+    """Read findings.yaml: the texts of each code.
+
+    Returns {code: {"level", "what", "why", "fix"}}; some rows also have "source", "ignore" and "example".
+    """
     rows = package_yaml(__package__, "findings.yaml")
     return {code: {"level": "error"} | row for code, row in rows.items()}
 
@@ -87,14 +91,22 @@ def table() -> dict[str, dict[str, Any]]:
 def finding(
     code: str, /, *, level: str | None = None, scope: str = "run", recipe_key: str | None = None, **values: Any
 ) -> Finding:
-    """`values`: what the code's templates in findings.yaml name. `level`: where a code may be either."""
+    """Make the finding of a code.
+
+    Args:
+        code: its name in findings.yaml.
+        level: "error" or "warning", where a code may be either.
+        scope: which ranks print it (Finding.scope).
+        recipe_key: the recipe's key that it is about.
+        values: what the code's templates name.
+    """
     row = table()[code]
     texts = {part: encodable(row[part].format_map(values)) for part in PARTS}
     return Finding(code, **texts, level=level or row["level"], key=recipe_key, scope=scope)
 
 
 def refusal(code: str, /, *, scope: str = "run", **values: Any) -> "Refusal":
-    """To be raised, for the finding of that code."""
+    """Make the Refusal for one finding, to be raised. The arguments are those of `finding`."""
     return Refusal([finding(code, scope=scope, **values)])
 
 
@@ -121,7 +133,7 @@ def ending(name: str, /, **values: Any) -> str:
 
 @contextlib.contextmanager
 def collected(findings: list[Finding]) -> Iterator[None]:
-    """Findings of a Refusal raised inside are added to `findings`, and the program goes on."""
+    """Add the findings of a Refusal that is raised inside to `findings`, and go on."""
     try:
         yield
     except Refusal as refusal:
@@ -129,11 +141,12 @@ def collected(findings: list[Finding]) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, in the line that a finding has room for."""
+    """The first line of a library's error: as much as a finding has room for."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def downgraded(findings: list[Finding], ignored: Container[str]) -> list[Finding]:
+    """Turn the errors whose codes the recipe ignores into warnings."""
     found = []
     for finding in findings:
         if finding.level == "error" and finding.code in ignored:
@@ -143,13 +156,13 @@ def downgraded(findings: list[Finding], ignored: Container[str]) -> list[Finding
 
 
 def ignored_codes(ignore: list[str] | str | None) -> frozenset[str]:
-    """The codes of a recipe's `ignore` key; one text may hold several by comma."""
+    """Read the codes of a recipe's `ignore` key. One text may hold several, separated by commas."""
     text = ignore if isinstance(ignore, str) else " ".join(ignore or [])
     return frozenset(text.replace(",", " ").upper().split())
 
 
 def described(code: str) -> dict[str, Any]:
-    """The row of a code with its area, and with <names> for what only a run knows."""
+    """The row of a code in findings.yaml with its area, and with <names> for what only a run knows."""
     row = table()[code] | {"area": AREAS[code[2]]}
     for part in PARTS:
         row[part] = re.sub(r"\{(\w*)[^{}]*\}", _placeholder, row[part])
@@ -161,6 +174,6 @@ def _placeholder(field: re.Match) -> str:
 
 
 def raise_errors(findings: list[Finding]) -> None:
-    """One Refusal for all errors among the findings."""
+    """Raise one Refusal for all errors among the findings; nothing without errors."""
     if any(finding.level == "error" for finding in findings):
         raise Refusal(findings)

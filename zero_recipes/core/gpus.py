@@ -15,7 +15,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Gpu(BaseModel):
-    """One class of GPU. The names have the units; GB/s are 10^9 bytes per second and direction."""
+    """One class of GPU. The names of its figures have their units; GB/s are 10^9 bytes per second and direction."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -35,11 +35,14 @@ class Gpu(BaseModel):
 
     @property
     def memory_bytes(self) -> int:
-        """What nvidia-smi shows, in bytes."""
+        """The memory that nvidia-smi shows, in bytes."""
         return self.memory_mib * 1024**2
 
     def peak_flops(self, precision: str) -> float:
-        """Dense FLOP/s of matrix products in "bf16", "fp16", "fp32" or "tf32" (fp32's where the card has none)."""
+        """The peak of dense matrix products in FLOP/s.
+
+        `precision`: "bf16", "fp16", "fp32" or "tf32" (fp32's figure where the card has no TF32).
+        """
         fp32 = self.fp32_tflops or self.bf16_tflops * FP32_SHARE
         if precision == "fp32":
             return fp32 * 1e12
@@ -49,7 +52,10 @@ class Gpu(BaseModel):
 
 
 def gpus(extra: Path | None = None) -> dict[str, Gpu]:
-    """{name: GPU}; `extra` adds to ours, or replaces them. Raises Refusal for a file with a fault."""
+    """Read the known GPUs by their names. `extra`: a file that adds to ours, or replaces them.
+
+    Raises Refusal for a file with a fault.
+    """
     paths = [OWN] if extra is None else [OWN, extra]
     known = {}
     for path in paths:
@@ -61,7 +67,7 @@ def gpus(extra: Path | None = None) -> dict[str, Gpu]:
 
 
 def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
-    """The GPU of this name, or the only one whose name begins with it or has it. Raises Refusal."""
+    """Find the GPU of a name, or the only one whose name begins with it or contains it. Raises Refusal."""
     if name in known:
         return known[name]
     found = [gpu for key, gpu in known.items() if key.startswith(name.lower())]
@@ -73,11 +79,11 @@ def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
 
 
 def card_named(device_name: str | None) -> Gpu | None:
-    """The card that torch.cuda.get_device_name names, if hardware.yaml has it."""
+    """Find the GPU that torch.cuda.get_device_name names; None if hardware.yaml does not have it."""
     return next((gpu for gpu in gpus().values() if device_name in gpu.names), None)
 
 
 def peak_flops_of(device_name: str | None, precision: str) -> float | None:
-    """Dense FLOP/s of the card of this name, if it is known."""
+    """The peak of the card of this name in dense FLOP/s; None if it is not known."""
     card = card_named(device_name)
     return card and card.peak_flops(precision)

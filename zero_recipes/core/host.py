@@ -15,18 +15,21 @@ CAP_IPC_LOCK = 14  # linux/capability.h
 
 @dataclass(frozen=True)
 class Host:
-    """The machine as seen from `root`. Tests give a folder that looks like one; a run takes the defaults."""
+    """A machine as it is seen from the folder `root`; tests give a folder that looks like one."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
 
     def at(self, path: str | Path) -> Path:
-        """An absolute path of the machine, below `root`."""
+        """The place of an absolute path of the machine, below `root`."""
         return self.root / str(path).lstrip("/")
 
     def memory(self) -> tuple[int, str]:
-        """(bytes that processes here may still take, with free swap; what sets the limit). psutil knows no cgroups."""
+        """Count the memory that processes here may still take, and name what limits it. psutil knows no cgroups.
+
+        Returns (bytes with free swap, the source of the limit in words).
+        """
         least = self._meminfo("MemAvailable")
         source = "MemAvailable in /proc/meminfo"
         for path in self._cgroup_files("memory.max"):
@@ -44,7 +47,7 @@ class Host:
         return int(self._find(rf"^{name}:\s*(\d+)", "/proc/meminfo") or 0) * 1024
 
     def cores(self) -> int:
-        """Cores' worth of time that processes here may take: a pod shows all of its machine and a quota."""
+        """Count the cores' worth of time that processes here may take: a pod shows all of its machine and a quota."""
         least = len(os.sched_getaffinity(0))
         for path in self._cgroup_files("cpu.max"):
             quota, _, period = self.read(path).partition(" ")
@@ -53,6 +56,7 @@ class Host:
         return max(1, int(least))
 
     def threads(self, processes: int) -> int:
+        """Share the cores among so many processes: the threads of each, at least 1."""
         return max(1, self.cores() // processes)
 
     def _cgroup_files(self, name: str) -> list[Path]:
@@ -62,7 +66,7 @@ class Host:
         return [above / name for above in (folder, *folder.parents)]
 
     def free_disk(self, folder: str | Path) -> int:
-        """Bytes that this user may still write where `folder` is, or will be made."""
+        """Count the bytes that this user may still write where `folder` is, or will be made."""
         path = self.at(Path(folder).absolute())
         while not path.exists():
             path = path.parent
@@ -70,7 +74,10 @@ class Host:
         return stat.f_bavail * stat.f_frsize
 
     def lockable(self) -> float:
-        """Bytes that each process may lock in memory (mlock): RLIMIT_MEMLOCK; infinite with CAP_IPC_LOCK, mlock(2)."""
+        """Count the bytes that each process may lock in memory (RLIMIT_MEMLOCK).
+
+        They are infinite with CAP_IPC_LOCK (mlock(2)).
+        """
         soft_limit = self._find(r"^Max locked memory\s+(\d+)", "/proc/self/limits")
         capabilities = self._find(r"^CapEff:\s*([0-9a-f]+)", "/proc/self/status") or "0"
         if soft_limit is None or int(capabilities, 16) >> CAP_IPC_LOCK & 1:
@@ -78,23 +85,31 @@ class Host:
         return int(soft_limit)
 
     def compiler(self) -> str | None:
-        """The C++ compiler that torch calls (torch/utils/cpp_extension.py `get_cxx_compiler`), None if missing."""
+        """Find the C++ compiler that torch calls; None if it is missing.
+
+        See `get_cxx_compiler` in torch/utils/cpp_extension.py.
+        """
         return self.which(self.environment.get("CXX", "c++"))
 
     def which(self, program: str) -> str | None:
+        """Find a program on the machine's PATH; None if it is missing."""
         return shutil.which(program, path=self.environment.get("PATH", os.defpath))
 
     def python_headers(self) -> bool:
+        """Whether Python's headers are installed, which a compiled kernel includes."""
         return (self.at(sysconfig.get_path("include")) / "Python.h").is_file()
 
     def libaio_headers(self) -> bool:
-        """In the usual folders, CPATH, and what CFLAGS adds."""
+        """Whether libaio's header is in the usual folders, in CPATH, or in what CFLAGS adds."""
         folders = ["/usr/include", "/usr/local/include", *self.environment.get("CPATH", "").split(":")]
         folders += re.findall(r"-I(\S+)", self.environment.get("CFLAGS", ""))
         return any((self.at(folder) / "libaio.h").is_file() for folder in folders if folder)
 
     def cuda_release(self) -> str | None:
-        """Version of the CUDA toolkit, as "13.0"; None without one. Found as torch does (cpp_extension.py)."""
+        """The version of the CUDA toolkit, as "13.0"; None without one.
+
+        It is found as torch finds it (torch/utils/cpp_extension.py).
+        """
         home = self.environment.get("CUDA_HOME") or self.environment.get("CUDA_PATH")
         nvcc = self.which("nvcc") or self.at("/usr/local/cuda/bin/nvcc")
         if home:
@@ -107,7 +122,7 @@ class Host:
         return found and found[1]
 
     def read(self, path: str | Path) -> str:
-        """Empty where there is no such file."""
+        """Read a file of the machine; empty where there is none."""
         try:
             return self.at(path).read_text().strip()
         except OSError:

@@ -14,10 +14,13 @@ LONGEST_MESSAGE = 600  # characters of a library's message in a finding; --trace
 
 @contextlib.contextmanager
 def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[None]:
-    """Whatever a library raises inside becomes one Refusal with the library's message.
+    """Turn whatever a library raises inside into one Refusal (ZR199) with the library's message.
 
-    A Refusal passes as it is, and so does memory that is not enough.
-    `doing`: "making the optimizer (optim: lomo)". `keys`: the finding is about the first that the message names.
+    A Refusal and a RunFailed pass as they are, and so does memory that is not enough.
+
+    Args:
+        doing: what is done inside, as "making the optimizer (optim: lomo)".
+        keys: names of recipe keys; the finding is about the first that the message names.
     """
     try:
         yield

@@ -16,12 +16,12 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "datasets
 
 
 def library_versions() -> dict[str, str]:
-    """{package: installed version}."""
+    """The installed versions of Python and of the libraries that decide what a run does, by their names."""
     return {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
 
 
 def version_of(package: str) -> str:
-    """As installed; zero-recipes has no metadata in a checkout."""
+    """The installed version of a package, or "not installed": zero-recipes has no metadata in a checkout."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -29,6 +29,7 @@ def version_of(package: str) -> str:
 
 
 def hardware_facts(device: str) -> dict[str, Any]:
+    """Describe the machine and, with the device "cuda", its GPUs, for metrics.json."""
     found: dict[str, Any] = {
         "cpu": cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)),
@@ -49,7 +50,10 @@ def hardware_facts(device: str) -> dict[str, Any]:
 
 
 def peak_memory(device: str) -> dict[str, int | None]:
-    """Peaks in bytes of this process; "allocated" and "reserved" are null without an accelerator."""
+    """Read this process's peaks of memory in bytes.
+
+    Returns {"allocated", "reserved", "rss"}; the first two are None without an accelerator.
+    """
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     peaks = {"allocated": None, "reserved": None, "rss": rss}
     if device == "cuda":
@@ -61,5 +65,6 @@ def peak_memory(device: str) -> dict[str, int | None]:
 
 
 def cpu_name() -> str:
+    """The name of the processor, as /proc/cpuinfo has it."""
     found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1] if found else platform.machine()

@@ -23,7 +23,7 @@ REFUSAL_FILE = "ZERO_RECIPES_REFUSAL_FILE"  # in the environment: where a refuse
 
 
 class RunFailed(Exception):
-    """A run that ends early, on all ranks, for a reason that it knows: one message, no traceback."""
+    """The end of a run on all ranks for a reason that it knows: one message, no traceback."""
 
     status = "failed"  # in metrics.json
     exit_code = FAILED
@@ -31,14 +31,14 @@ class RunFailed(Exception):
 
 
 class Preempted(RunFailed):
-    """A signal has ended the run, and all that it has trained is saved."""
+    """The end of a run by a signal; all that it has trained is saved."""
 
     status = "preempted"
     exit_code = PREEMPTED
 
 
 class PeerFailed(RuntimeError):
-    """What another rank failed of, or that it died: never the cause of a run's end. One line, no traceback."""
+    """The failure of another rank, or its death: never the cause of a run's end. It is one line, no traceback."""
 
 
 def print_ending(error: BaseException, tracebacks: bool = False) -> int:
