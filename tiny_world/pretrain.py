@@ -32,7 +32,7 @@ from tiny_world.world import (
     pretraining_documents,
     write_data_sets,
 )
-from zero_recipes.data.load import alpaca_prompt
+from zero_recipes.data.forms import alpaca_prompt
 
 BASE = FOLDER / "base"
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"  # ids 0 and 1, as in Pythia

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from tiny_world.pretrain import BASE
 from tiny_world.world import Row
-from zero_recipes.data.load import alpaca_prompt
+from zero_recipes.data.forms import alpaca_prompt
 
 ROWS_PER_STEP = 16
 WARMUP_STEPS = 6
