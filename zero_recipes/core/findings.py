@@ -125,12 +125,6 @@ class Refusal(Exception):
         return shown(self.findings)
 
 
-def ending(name: str, /, **values: Any) -> str:
-    """A text of endings.yaml. Of an error in `values` its first line."""
-    values = {key: first_line(value) if isinstance(value, Exception) else value for key, value in values.items()}
-    return package_yaml(__package__, "endings.yaml")[name].format_map(values)
-
-
 @contextlib.contextmanager
 def collected(findings: list[Finding]) -> Iterator[None]:
     """Add the findings of a Refusal that is raised inside to `findings`, and go on."""
