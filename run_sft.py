@@ -9,8 +9,9 @@ import sys
 
 from zero_recipes.config.command_line import split_command_line
 from zero_recipes.config.recipe import recipe_in_force
-from zero_recipes.core.findings import print_ending, raise_errors, shown
+from zero_recipes.core.findings import raise_errors, shown
 from zero_recipes.core.process import PhaseClock, age, end_with_launcher, escape_unprintable, leave, say
+from zero_recipes.core.run_end import print_ending
 from zero_recipes.engine.warnings import quiet_imports
 
 

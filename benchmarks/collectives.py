@@ -20,7 +20,7 @@ from tests.helpers import leaf_cases
 from tests.helpers.group import Group
 from tests.helpers.tiny import NEVER_KEPT, ROOT, write_model, write_recipe
 from zero_recipes.core.files import write_json
-from zero_recipes.core.host import hardware_facts, library_versions
+from zero_recipes.core.measured_on import hardware_facts, library_versions
 
 RESULT = ROOT / "benchmarks" / "results" / "collectives.json"
 NAMES = ("layers", "unkept", "reduction")

@@ -22,7 +22,7 @@ import yaml
 from benchmarks.gpu_session import ROOT, Case, job_of_case, read_rows
 from benchmarks.throughput import NOT_TIMED, together
 from zero_recipes.core.files import write_json
-from zero_recipes.core.host import Gpu, gpus
+from zero_recipes.core.gpus import Gpu, gpus
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.cost import estimate
 from zero_recipes.tools.plan.job import Job

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from zero_recipes.core.files import write_json
-from zero_recipes.core.host import hardware_facts, library_versions
+from zero_recipes.core.measured_on import hardware_facts, library_versions
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.arguments import parse_arguments

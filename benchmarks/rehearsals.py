@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from zero_recipes.config.accelerate import FOLDER
 from zero_recipes.core.files import at_hand, write_json
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.host import hardware_facts
+from zero_recipes.core.measured_on import hardware_facts
 from zero_recipes.core.tables import terminal
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.tools.plan.job import known_models

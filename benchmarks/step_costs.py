@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GPTNeoXConfig
 from tests.helpers import step_costs
 from tests.helpers.group import Group
 from tests.helpers.tiny import ROOT, named, write_recipe
-from zero_recipes.core.host import hardware_facts, library_versions
+from zero_recipes.core.measured_on import hardware_facts, library_versions
 
 STEPS = 24
 UNTIMED = 3

@@ -24,7 +24,7 @@ from benchmarks import throughput_programs  # noqa: E402
 from benchmarks.throughput_inputs import ALPACA, Workload, job_of  # noqa: E402
 from tests.helpers.group import Group  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
-from zero_recipes.core.host import hardware_facts, library_versions  # noqa: E402
+from zero_recipes.core.measured_on import hardware_facts, library_versions  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "throughput.json"
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3")

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.helpers import cases
 from tests.helpers.group import CaseFailed, Group
 from tests.helpers.tiny import arguments, write_recipe
-from zero_recipes.core.host import hardware_facts, library_versions
+from zero_recipes.core.measured_on import hardware_facts, library_versions
 
 STEPS = 3
 LENGTH = 64

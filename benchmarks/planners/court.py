@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from zero_recipes.config.read import parse_recipe
-from zero_recipes.core.host import Gpu, gpus
+from zero_recipes.core.gpus import Gpu, gpus
 from zero_recipes.tools.plan import job as plan_job
 from zero_recipes.tools.plan.job import Job
 

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.planners import court, estimators, fit
 from benchmarks.planners.other_trainers import BYTES_PER_LOGIT
 from zero_recipes.core.files import write_json
-from zero_recipes.core.host import library_versions
+from zero_recipes.core.measured_on import library_versions
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.cache import versions
 from zero_recipes.tools.plan.formulas import Sizes, overheads, predict_by_formulas

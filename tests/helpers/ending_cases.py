@@ -13,8 +13,9 @@ import run_sft
 from tests.helpers.cases import train
 from tests.helpers.forget import forget_last_run
 from tests.helpers.tools import before, without_rules
-from zero_recipes.core.findings import Finding, Preempted, Refusal, RunFailed
+from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.core.process import rank as rank_here
+from zero_recipes.core.run_end import Preempted, RunFailed
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.model import load
 from zero_recipes.training import answers, trainer

@@ -12,8 +12,9 @@ import torch
 from accelerate import PartialState
 from torch import distributed
 
-from zero_recipes.core.findings import Finding, Refusal, RunFailed, print_ending
+from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.core.process import leave
+from zero_recipes.core.run_end import RunFailed, print_ending
 from zero_recipes.engine import group
 from zero_recipes.metrics import callback, probe, schema
 from zero_recipes.metrics.callback import StageMetricsCallback

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from zero_recipes.core.host import gpu_named, gpus
+from zero_recipes.core.gpus import gpu_named, gpus
 from zero_recipes.metrics import schema
 from zero_recipes.tools.plan import job as plan_job
 from zero_recipes.tools.plan.choose import Row, make_row

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zero_recipes.core.files import write_json
-from zero_recipes.core.host import hardware_facts, library_versions
+from zero_recipes.core.measured_on import hardware_facts, library_versions
 
 SEED = int(os.environ.get("ZERO_RECIPES_SEED", 0))
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

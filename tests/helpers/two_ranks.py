@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.helpers.group import ENVIRONMENT, SERVER, free_port, start_server
 from tests.helpers.tiny import ROOT
 from tests.helpers.worker import enter
-from zero_recipes.core.findings import REFUSAL_FILE
+from zero_recipes.core.run_end import REFUSAL_FILE
 from zero_recipes.metrics.failure import REFUSAL
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

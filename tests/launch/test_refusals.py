@@ -35,7 +35,8 @@ def test_every_rank_exits_2_and_rank_0_alone_speaks(tmp_path):
 
 SPEAKING = """
 import os, sys
-from zero_recipes.core.findings import Finding, Refusal, print_ending
+from zero_recipes.core.findings import Finding, Refusal
+from zero_recipes.core.run_end import print_ending
 
 if os.environ["RANK"] == "0":
     sys.stdin.read()  # slower than rank 1, until the test lets go

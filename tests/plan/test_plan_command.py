@@ -16,7 +16,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import config_files
 from zero_recipes.config.read import parse_recipe
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.host import gpu_named, gpus
+from zero_recipes.core.gpus import gpu_named, gpus
 from zero_recipes.metrics.schema import ReservedRange
 from zero_recipes.tools import main as cli
 from zero_recipes.tools.arguments import parse_arguments

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, made_up, recipe
 from zero_recipes.config.row_lengths import RowLengths
 from zero_recipes.config.trl_arguments import trl_arguments
-from zero_recipes.core.host import gpus
+from zero_recipes.core.gpus import gpus
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows, rows_at_hand
 from zero_recipes.tools import main as cli

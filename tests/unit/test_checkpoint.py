@@ -24,7 +24,7 @@ from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import UNFINISHED
+from zero_recipes.core.run_end import UNFINISHED
 from zero_recipes.engine.faults.pickled_code import load_without_code, not_plain
 from zero_recipes.model.config import config_of_file
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as draw
 from tests.helpers.seeded import grid
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.host import PINNED_LIMIT_MIB, pinned_bytes, set_allocator
+from zero_recipes.core.allocator import PINNED_LIMIT_MIB, pinned_bytes, set_allocator
 from zero_recipes.engine.speed.host_threads import set_host_threads
 
 SET = f"pinned_max_cached_size_mb:{PINNED_LIMIT_MIB}"

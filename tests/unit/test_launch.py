@@ -37,9 +37,10 @@ from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.run import refuse_uneven_gpus
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core import tables
-from zero_recipes.core.findings import Refusal, print_ending
+from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import PhaseClock
+from zero_recipes.core.run_end import print_ending
 from zero_recipes.engine import group
 from zero_recipes.engine.group import start_process_group
 from zero_recipes.engine.kernels import build, is_compiled, remove_stale_locks

@@ -34,8 +34,9 @@ from tests.helpers.faults import Side
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import machine as machines
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import Finding, Refusal, print_ending
+from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.core.host import Host
+from zero_recipes.core.run_end import print_ending
 from zero_recipes.model.config import load_config
 from zero_recipes.tools import main as cli
 

@@ -26,9 +26,10 @@ from tests.helpers.report_runs import PARAMETERS, on_cpu
 from tests.helpers.tiny import ROOT
 from zero_recipes.checkpoint.manager import NotSaved, not_saved
 from zero_recipes.checkpoint.save import begin_checkpoint
-from zero_recipes.core import findings
-from zero_recipes.core.findings import REFUSAL_FILE, UNFINISHED, Finding, PeerFailed, Refusal, finding, print_ending
+from zero_recipes.core import run_end
+from zero_recipes.core.findings import Finding, Refusal, finding
 from zero_recipes.core.process import PhaseClock
+from zero_recipes.core.run_end import REFUSAL_FILE, UNFINISHED, PeerFailed, print_ending
 from zero_recipes.engine.errors import is_echo
 from zero_recipes.engine.faults.failed_shards import failures_raised
 from zero_recipes.metrics import schema
@@ -390,7 +391,7 @@ def test_a_refusal_is_told_to_who_launched_the_run(tmp_path, monkeypatch, rank):
     """By any rank: torchrun stops rank 0 (SIGTERM) when rank 1 has refused first."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv(REFUSAL_FILE, str(tmp_path / REFUSAL))
-    monkeypatch.setattr(findings, "wait_for_rank_0", lambda seconds: None)
+    monkeypatch.setattr(run_end, "wait_for_rank_0", lambda seconds: None)
     assert print_ending(Refusal([Finding("ZR211", "a", "b", "c"), Finding("ZR212", "d", "e", "f")])) == 2
     row = failed_row(tmp_path, "zero1", 1, "exitcode  : -9 (pid: 7)")
     assert row.status == "refused" and "fix: f" in row.error

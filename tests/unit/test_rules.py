@@ -45,8 +45,9 @@ from zero_recipes.config.ds_config import DsConfig, fill_own_autos
 from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy, resolve_strategy
-from zero_recipes.core.findings import Refusal, described, library_error_as_finding, table
+from zero_recipes.core.findings import Refusal, described, table
 from zero_recipes.core.host import Host
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.engine import kernels
 from zero_recipes.model.config import load_config
 from zero_recipes.model.meta import MetaModel, size_of

@@ -23,21 +23,21 @@ SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden
 CITED = [
     ("transformers/trainer.py", "                use_mtime=True,\n", "training/trainer.py rotate"),
     ("transformers/trainer.py", "            rotate_checkpoints(\n", "training/trainer.py `_save_checkpoint`"),
-    ("transformers/modeling_utils.py", "                unexpected_keys=set(),\n", "model.py refuse_other_keys"),
+    ("transformers/modeling_utils.py", "                unexpected_keys=set(),\n", "model/load.py refuse_other_keys"),
     ("deepspeed/runtime/zero/stage3.py", "fp32_opt_state_partition.numel() * my_rank,", "checkpoint/resharded.py _set"),
     ("deepspeed/runtime/zero/partition_parameters.py", 'print_rank_0(f"Before Partitioning Param {param.ds_id}", force',
      "speed/releases.py"),
     ("torch/distributed/run.py", "        omp_num_threads = 1\n", "speed/host_threads.py"),
     # it takes a local rank for a process group
     ("accelerate/state.py", 'elif int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:', "ddp_of_one_process"),
-    ("torch/include/ATen/core/CachingHostAllocator.h", "size <= pinned_max_cached_size()", "core/host.py the limit"),
+    ("torch/include/ATen/core/CachingHostAllocator.h", "size <= pinned_max_cached_size()", "allocator.py the limit"),
     ("deepspeed/runtime/comm/coalesced_collectives.py", "max(tensor.shape[0], tensor.shape[1], global_world_size)\n",
      "faults/quantized_gradients.py"),
     ("deepspeed/ops/csrc/quantization/swizzled_quantize.cu", "= groups / (nodes * devices_per_node);\n",
      "faults/quantized_gradients.py: groups that the ranks do not divide"),
     ("deepspeed/ops/csrc/quantization/quant_reduce.cu", "= (one_step_threads < 1024) ? one_step_threads : 1024;\n",
      "faults/quantized_gradients.py: groups of up to 128"),
-    ("torch/include/ATen/core/CachingHostAllocator.h", "return c10::llvm::PowerOf2Ceil(size);", "core/host.py pinned"),
+    ("torch/include/ATen/core/CachingHostAllocator.h", "return c10::llvm::PowerOf2Ceil(size);", "allocator.py pinned"),
 ]  # fmt: skip
 
 

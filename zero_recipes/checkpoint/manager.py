@@ -24,7 +24,8 @@ from zero_recipes.checkpoint.save import (
     write_manifest,
 )
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import PeerFailed, RunFailed, first_line
+from zero_recipes.core.findings import first_line
+from zero_recipes.core.run_end import PeerFailed, RunFailed
 from zero_recipes.engine.errors import is_disk_full, is_echo, is_out_of_memory, is_unwritten
 from zero_recipes.engine.faults.cpu_adam_after_resume import repeat_steps_of_cpu_adam
 from zero_recipes.engine.group import agree, once, rank_0_writes

@@ -13,8 +13,9 @@ from zero_recipes.checkpoint.pickles import refuse_code
 from zero_recipes.checkpoint.saved_model import ADAPTER
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import UNFINISHED, refusal
+from zero_recipes.core.findings import refusal
 from zero_recipes.core.process import rank, say
+from zero_recipes.core.run_end import UNFINISHED
 from zero_recipes.engine.group import agree
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zero_recipes.core.findings import RunFailed, first_line
+from zero_recipes.core.findings import first_line
+from zero_recipes.core.run_end import RunFailed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

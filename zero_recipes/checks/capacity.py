@@ -12,8 +12,9 @@ from zero_recipes.config.ds_config import OF_CPU_ADAM, DsConfig, number_in
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings, loaded_dtype
 from zero_recipes.core import units
+from zero_recipes.core.allocator import pinned_bytes
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.core.host import Host, pinned_bytes
+from zero_recipes.core.host import Host
 from zero_recipes.core.zero_paper import ModelState, model_state_bytes
 
 DEFAULT_BUFFER = 10**8  # elements: zero/offload_config.py

@@ -14,7 +14,8 @@ from zero_recipes.checks.filled import HIDDEN_SIZE, fill_auto
 from zero_recipes.checks.schedule import steps_of
 from zero_recipes.config.ds_config import ModelSize, fill_own_autos, quiet
 from zero_recipes.config.run import Run
-from zero_recipes.core.findings import Finding, collected, library_error_as_finding, refusal
+from zero_recipes.core.findings import Finding, collected, refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.engine.huggingface import without_deepspeed_announcement
 
 STEPS = 1000  # of a run that is measured in epochs: only that it is a number matters

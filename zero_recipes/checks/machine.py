@@ -16,7 +16,8 @@ from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.core.host import Gpu, Host
+from zero_recipes.core.gpus import Gpu
+from zero_recipes.core.host import Host
 from zero_recipes.data.load import on_hub, packaged_formats
 from zero_recipes.engine.kernels import build_findings
 

@@ -14,7 +14,7 @@ import torch
 
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
-from zero_recipes.core.host import Gpu, card_named
+from zero_recipes.core.gpus import Gpu, card_named
 from zero_recipes.core.process import local_world_size, rank
 from zero_recipes.engine.group import agree, once
 from zero_recipes.metrics.schema import PredictedMetrics

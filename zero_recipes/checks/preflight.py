@@ -19,9 +19,11 @@ from zero_recipes.config.accelerate import launcher_findings
 from zero_recipes.config.keys import ignore_findings
 from zero_recipes.config.recipe import RecipeFile
 from zero_recipes.config.run import Run, refuse_uneven_gpus
-from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes, library_error_as_finding
+from zero_recipes.core.findings import Finding, collected, downgraded, ignored_codes
 from zero_recipes.core.folder_lock import refuse_in_use
-from zero_recipes.core.host import Gpu, Host
+from zero_recipes.core.gpus import Gpu
+from zero_recipes.core.host import Host
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.data.load import refuse_data_at_hand, tokenizer_findings
 from zero_recipes.metrics.scores import load_metrics, metric_findings
 

@@ -14,8 +14,9 @@ from zero_recipes.config.recipe import RecipeFile
 from zero_recipes.config.run import UNDECIDED, Run, choose_device, settings_in_force
 from zero_recipes.config.settings import derive_accumulation
 from zero_recipes.config.strategy import Strategy, resolve_strategy
-from zero_recipes.core.findings import Finding, Refusal, collected, library_error_as_finding
-from zero_recipes.core.host import Gpu
+from zero_recipes.core.findings import Finding, Refusal, collected
+from zero_recipes.core.gpus import Gpu
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.model.config import load_config
 from zero_recipes.model.meta import MetaModel
 

@@ -13,7 +13,8 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.trl_arguments import trl_arguments
-from zero_recipes.core.findings import Finding, collected, first_line, library_error_as_finding, refusal
+from zero_recipes.core.findings import Finding, collected, first_line, refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.engine.huggingface import rows_are_cut, single_process_env
 from zero_recipes.model.config import adapter_config
 from zero_recipes.model.meta import MetaModel

@@ -12,7 +12,8 @@ from unittest.mock import DEFAULT, patch
 
 from zero_recipes.config.ds_config import quiet
 from zero_recipes.core.files import FILES, at_hand
-from zero_recipes.core.findings import Finding, finding, first_line, library_error_as_finding, refusal
+from zero_recipes.core.findings import Finding, finding, first_line, refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
@@ -39,14 +40,17 @@ ONE_MACHINE = ("--num_machines", "1", "--machine_rank", "0")  # whatever the fil
 
 
 def config_files() -> dict[str, Path]:
-    """{strategy: its accelerate file}: of the working directory's accelerate_configs/, else the package's."""
+    """Find the accelerate file of each strategy: in the working directory's accelerate_configs/, else in the package.
+
+    Returns {strategy: path}.
+    """
     paths = sorted((FILES / FOLDER).glob("*.yaml"))
     paths += sorted(FOLDER.glob("*.yaml"))
     return {path.stem: path for path in paths}
 
 
 def read_accelerate_file(path: Path) -> "ClusterConfig":
-    """As accelerate reads it, its counts at least 1. Raises Refusal."""
+    """Read an accelerate file as accelerate does, with all counts at least 1. Raises Refusal."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     if not path.is_file():
@@ -63,7 +67,12 @@ def read_accelerate_file(path: Path) -> "ClusterConfig":
 
 
 def launched_environment(config_file: Path | None, num_processes: int | None) -> dict[str, str]:
-    """The variables that `accelerate launch` sets, and the number of processes. Raises Refusal."""
+    """The variables that `accelerate launch` would set for the file, with WORLD_SIZE. Raises Refusal.
+
+    Args:
+        config_file: None for a launch without one.
+        num_processes: None for the file's own number.
+    """
     if config_file is None:
         return {} if num_processes in (None, 1) else {"WORLD_SIZE": str(num_processes)}
     from accelerate.utils import clear_environment
@@ -144,6 +153,7 @@ def _launch_arguments(config_file: Path, num_processes: int, options: Sequence[s
 
 
 def file_findings(path: Path) -> Iterator[Finding]:
+    """Findings about an accelerate file: keys that it does not know, and a launch on several machines."""
     from accelerate.commands.launch import launch_command_parser
 
     config = read_accelerate_file(path)
@@ -156,7 +166,10 @@ def file_findings(path: Path) -> Iterator[Finding]:
 
 
 def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str, Any]:
-    """By accelerate, of a file without `deepspeed_config_file`. Raises Refusal."""
+    """The DeepSpeed configuration that accelerate makes of a file without `deepspeed_config_file`. Raises Refusal.
+
+    `precision`: the recipe's, "bf16", "fp16" or "fp32".
+    """
     from accelerate.utils import DeepSpeedPlugin, clear_environment
 
     written = dict(environment)  # clear_environment empties `environment` too, where that is os.environ
@@ -171,23 +184,26 @@ def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str
 
 
 def is_on(environment: Mapping[str, str], part: str) -> bool:
-    """`part`: of accelerate, as "FSDP"."""
+    """Whether the launcher's environment turns a part of accelerate on, as "FSDP" or "DEEPSPEED"."""
     return environment.get(f"ACCELERATE_USE_{part}", "").lower() == "true"
 
 
 def ds_config_file(environment: Mapping[str, str]) -> str | None:
-    """The path that an accelerate file names."""
+    """The path of the DeepSpeed configuration that an accelerate file names; None if it names none."""
     path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
     return None if path.lower() in ("none", "") else path
 
 
 def is_fsdp1(environment: Mapping[str, str]) -> bool:
-    """accelerate's default, which is run as FSDP2: the losses are the same."""
+    """Whether the file asks for FSDP1, accelerate's default. It is run as FSDP2: the losses are the same."""
     return is_on(environment, "FSDP") and environment.get("FSDP_VERSION", "1") != "2"
 
 
 def launcher_findings(environment: Mapping[str, str], precision: str) -> Iterator[Finding]:
-    """A recipe in fp32 would train in the file's precision; any other keeps its own."""
+    """Findings about what the launcher sets against the recipe: FSDP1, and another precision.
+
+    A recipe in fp32 would train in the file's precision; any other keeps its own.
+    """
     if is_fsdp1(environment):
         yield finding("ZR314")
     of_the_file = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -197,7 +213,7 @@ def launcher_findings(environment: Mapping[str, str], precision: str) -> Iterato
 
 
 def refuse_what_no_launch_takes(config: "ClusterConfig", path: Path) -> None:
-    """It would train something else silently, or wait without an end."""
+    """Refuse an accelerate file whose launch would silently train something else, or wait without an end."""
     if config.mpirun_config:
         raise refusal("ZR331", path=path)
     if config.num_machines == 1:
@@ -227,17 +243,21 @@ def _problem_of_address(address: str) -> str | None:
 
 
 def launch_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a recipe that describe its launch, without those that are null."""
     return {key: mapping[key] for key in LAUNCH_KEYS if mapping.get(key) is not None}
 
 
 def launched_as_named(mapping: Mapping[str, Any], num_processes: int | None = None) -> dict[str, str]:
-    """`launched_environment` of the recipe's launch. `num_processes`: where it names none."""
+    """The variables that a launch with the recipe's own keys would set. Raises Refusal.
+
+    `num_processes`: where the recipe names none.
+    """
     count = launch_of(mapping).get("num_processes", num_processes)
     return launched_environment(file_named(mapping), count)
 
 
 def file_named(mapping: Mapping[str, Any]) -> Path | None:
-    """The accelerate file that a recipe names: a path, or one of TRL's (trl/cli/accelerate_config.py)."""
+    """The accelerate file that a recipe names: a path, or one of TRL's (trl/cli/accelerate_config.py); None without."""
     named = mapping.get("accelerate_config")
     if named is None:
         return None
@@ -249,6 +269,13 @@ def file_named(mapping: Mapping[str, Any]) -> Path | None:
 
 
 def launch_key_findings(path: Path, mapping: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Finding]:
+    """A finding where the run was launched in another way than its recipe says. Raises Refusal for a bad file.
+
+    Args:
+        path: the recipe's file.
+        mapping: its keys and values.
+        environment: the launcher's variables.
+    """
     named = launch_of(mapping)
     if not named:
         return

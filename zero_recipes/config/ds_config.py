@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_recipes.core.files import at_hand
-from zero_recipes.core.findings import library_error_as_finding, refusal
+from zero_recipes.core.findings import refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.core.process import local_world_size
 
 # blocks that transformers or DeepSpeed read with .get(): they stop with a bare AttributeError on anything else
@@ -59,7 +60,7 @@ FP16_NAMES = ("fp16", "half", "float16", "torch.float16")
 
 
 def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """`named`: a mapping, JSON text, or the path of a JSON file. Raises Refusal.
+    """Read a mapping that is given as such, as JSON text, or as the path of a JSON file. Raises Refusal.
 
     Nulls are left out: some libraries take them for a value, others for the default.
     """
@@ -76,7 +77,10 @@ def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_bad_schema(config: Mapping[str, Any], source: str) -> None:
-    """What DeepSpeed or transformers would stop on, or read as another stage."""
+    """Refuse a configuration on which DeepSpeed or transformers would stop, or that they read as another stage.
+
+    `source`: where it comes from, for the message.
+    """
     with library_error_as_finding(f"reading {source}"):
         for name in MAPPINGS:
             if not isinstance(config.get(name, {}), dict):
@@ -89,7 +93,10 @@ def refuse_bad_schema(config: Mapping[str, Any], source: str) -> None:
 
 
 def parsed_zero(block: Mapping[str, Any]):
-    """DeepSpeed's own model of a zero_optimization block, "auto" left out. Raises at unknown keys and wrong values."""
+    """Parse a zero_optimization block with DeepSpeed's own model, "auto" left out.
+
+    Raises what DeepSpeed raises at unknown keys and wrong values.
+    """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     with quiet():
@@ -125,7 +132,7 @@ def quiet() -> Iterator[None]:
 
 
 class ModelSize(NamedTuple):
-    """What is sized by the model."""
+    """Sizes of a model that decide parts of a DeepSpeed configuration."""
 
     hidden: int
     largest_tensor: int  # elements
@@ -140,10 +147,14 @@ def fill_own_autos(
     environment: Mapping[str, str],
     size_of_model: Callable[[], ModelSize | None],
 ) -> dict[str, Any]:
-    """A copy of `config` with the "auto" values that are ours to fill in.
+    """Copy a DeepSpeed configuration, and fill in the "auto" values that are ours.
 
-    What cannot be known stays "auto", and the checks find it. `settings`: the recipe's, use_cpu as it is in force.
-    `size_of_model`: called where something is sized by the model.
+    What cannot be known stays "auto", and the checks find it.
+
+    Args:
+        settings: the recipe's, use_cpu as it is in force.
+        environment: the launcher's variables.
+        size_of_model: called where something is sized by the model.
     """
     filled = copy.deepcopy(dict(config))
     zero = filled.get("zero_optimization", {})
@@ -253,7 +264,7 @@ def _fill_linear_layers(zero: dict[str, Any], settings: Any, size: ModelSize) ->
 
 
 def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[dict], dict]) -> bool:
-    """Once both are `fill`ed in, as a resolved recipe's is.
+    """Whether two configurations are the same once `fill` has filled in both, as a resolved recipe's is.
 
     Buckets do not count where the launcher's are sized by the model: a resolved recipe's may be of another device,
     or of another number of processes.
@@ -269,13 +280,15 @@ def are_one(resolved: dict[str, Any], launched: dict[str, Any], fill: Callable[[
 
 
 def number_in(block: Mapping[str, Any], key: str, default: int) -> int:
-    """The default for what is no number, as "auto"."""
+    """Read a number of a block; the default stands for what is missing or no number, as "auto"."""
     value = block.get(key, default)
     return int(value) if isinstance(value, (int, float)) else default
 
 
 @dataclass(frozen=True)
 class DsConfig:
+    """A DeepSpeed configuration, viewed by what its blocks mean."""
+
     raw: Mapping[str, Any]  # as it was written, "auto" included
 
     def _block(self, name: str) -> Mapping[str, Any]:
@@ -283,81 +296,93 @@ class DsConfig:
 
     @property
     def zero(self) -> Mapping[str, Any]:
+        """The block zero_optimization, empty where it is missing."""
         return self._block("zero_optimization")
 
     @property
     def stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
         return self.zero.get("stage", 0)
 
     def offload_block(self, key: str) -> Mapping[str, Any]:
+        """The block of one of OFFLOADS, empty where it is missing."""
         return self.zero.get(key) or {}
 
     def offload_device(self, key: str) -> str | None:
-        """ "cpu", "nvme", or None for the device that trains. `key`: one of OFFLOADS."""
+        """The device that one of OFFLOADS names: "cpu", "nvme", or None for the device that trains."""
         named = self.offload_block(key).get("device")
         return None if named == "none" else named
 
     @property
     def offload_optimizer(self) -> str | None:
+        """Where the optimizer's states are: "cpu", "nvme", or None for the device that trains."""
         return self.offload_device("offload_optimizer")
 
     @property
     def offload_param(self) -> str | None:
+        """Where the parameters are: "cpu", "nvme", or None for the device that trains."""
         return self.offload_device("offload_param")
 
     @property
     def offloads(self) -> bool:
+        """Whether the optimizer's states or the parameters are offloaded."""
         return bool(self.offload_optimizer or self.offload_param)
 
     @property
     def on_nvme(self) -> tuple[str, ...]:
+        """Those of OFFLOADS that are on NVMe."""
         return tuple(key for key in OFFLOADS if self.offload_device(key) == "nvme")
 
     @property
     def hpz_partition_size(self) -> int | str:
-        """Processes that share ZeRO++'s second copy of the parameters; 1 without, or "auto"."""
+        """Processes that share ZeRO++'s second copy of the parameters; 1 without it, or "auto"."""
         return self.zero.get("zero_hpz_partition_size", 1)
 
     @property
     def quantizes_weights(self) -> bool:
+        """Whether ZeRO++ gathers quantized weights (qwZ)."""
         return bool(self.zero.get("zero_quantized_weights"))
 
     @property
     def quantizes_gradients(self) -> bool:
+        """Whether ZeRO++ reduces quantized gradients (qgZ)."""
         return bool(self.zero.get("zero_quantized_gradients"))
 
     @property
     def optimizer(self) -> Mapping[str, Any] | None:
-        """Counts instead of the recipe's keys."""
+        """The block of an optimizer, which counts instead of the recipe's keys; None without."""
         return self.raw.get("optimizer")
 
     @property
     def least_swapped(self) -> int:
-        """Bytes below which a tensor is not swapped."""
+        """The bytes below which a tensor is not swapped to NVMe."""
         return max(LEAST_SWAPPED, number_in(self._block("aio"), "block_size", 0))
 
     @property
     def grad_accum_dtype(self) -> str | None:
+        """The dtype in which gradients are accumulated; None where DeepSpeed chooses."""
         return self._block("data_types").get("grad_accum_dtype")
 
     @property
     def bf16_masters(self) -> bool:
+        """Whether master weights and gradients are bf16 instead of fp32."""
         return bool(self._block("bf16").get("bf16_master_weights_and_grads"))
 
     @property
     def bf16_states(self) -> bool:
+        """Whether the optimizer's moments are bf16 instead of fp32."""
         return bool(self._block("bf16").get("bf16_optimizer_states"))
 
     @property
     def adam_bytes(self) -> int:
-        """Per trained parameter in 16-bit training."""
+        """Bytes of Adam's states and the master weight per trained parameter in 16-bit training."""
         master = 2 if self.bf16_masters else 4
         moments = 4 if self.bf16_states else 8
         return master + moments
 
     @property
     def autocast(self) -> str | None:
-        """ "bf16" or "fp16", in which torch.autocast computes with fp32 weights; None without."""
+        """The precision in which torch.autocast computes with fp32 weights, "bf16" or "fp16"; None without it."""
         block = self._block("torch_autocast")
         if not block.get("enabled"):
             return None
@@ -365,7 +390,7 @@ class DsConfig:
 
     @property
     def name(self) -> str:
-        """ "zero0" ... "zero3", and what the configuration adds to the stage."""
+        """The strategy's name: "zero0" ... "zero3", and what the configuration adds to the stage."""
         name = f"zero{self.stage}"
         if "cpu" in (self.offload_optimizer, self.offload_param):
             name += "_offload"

@@ -11,7 +11,8 @@ import yaml
 from zero_recipes.config.accelerate import is_fsdp1, is_on
 from zero_recipes.config.ds_config import quiet, read_json_mapping
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import Finding, finding, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import Finding, finding, raise_errors, refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 
 # what `accelerate launch` sets (utils/launch.py), and its key of transformers' `fsdp_config` (training_args.py,
 # _process_fsdp_args)
@@ -41,7 +42,7 @@ _RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")  # FSDP1's strategies that free gat
 
 
 def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], world_size: int) -> dict[str, Any] | None:
-    """The `fsdp_config` in force; None without FSDP. Raises Refusal for what this repository cannot run.
+    """Decide the `fsdp_config` of a run; None without FSDP. Raises Refusal for what this repository cannot run.
 
     `accelerate launch` hands it over through the environment (FSDP_*), torchrun through the recipe's keys.
     """

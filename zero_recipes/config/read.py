@@ -25,15 +25,8 @@ from zero_recipes.config.command_line import USAGE, Override, key_of, recipe_key
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import FILES, at_hand
-from zero_recipes.core.findings import (
-    Finding,
-    Refusal,
-    collected,
-    finding,
-    library_error_as_finding,
-    raise_errors,
-    refusal,
-)
+from zero_recipes.core.findings import Finding, Refusal, collected, finding, raise_errors, refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 
 COMMAND_LINE = "the command line"  # as the place of a finding
 # mappings, which the command line gives as JSON

@@ -13,8 +13,9 @@ from typing import Any
 import yaml
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import library_error_as_finding, refusal
-from zero_recipes.core.host import ALLOCATOR, set_allocator
+from zero_recipes.core.allocator import ALLOCATOR, set_allocator
+from zero_recipes.core.findings import refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 
 
 class RecipeFile(dict):

@@ -14,7 +14,7 @@ from zero_recipes.config.settings import Settings, computed_in, loaded_dtype
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.config.trl_arguments import TrlArguments, trl_arguments
 from zero_recipes.core.findings import refusal
-from zero_recipes.core.host import Gpu
+from zero_recipes.core.gpus import Gpu
 from zero_recipes.core.process import local_world_size
 
 UNDECIDED = "undecided"  # the name of a strategy that could not be resolved
@@ -22,17 +22,31 @@ UNDECIDED = "undecided"  # the name of a strategy that could not be resolved
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One run, decided. Nothing writes into it; `resuming_from` makes another."""
+    """One run, decided: what recipe, command line, launcher and machine say together.
 
-    recipe: Recipe  # as written
-    settings: Settings  # every key in force: the recipe's, the command line's, what launcher and machine decide
-    explicit: Mapping[str, Any]  # keys that were named, and those that were derived: a recipe that runs again
+    Nothing writes into it; `resuming_from` makes another.
+
+    Args:
+        recipe: as it is written.
+        settings: the value of every key in force: the recipe's, the command line's, what launcher and machine decide.
+        explicit: keys that were named, and those that were derived: a recipe that runs again.
+        strategy: how the work is shared among the processes.
+        device: "cpu" or "cuda".
+        environment: the launcher's variables.
+        meta: the model without weights (model/meta.py); None where its configuration is not at hand.
+        starts_now: False where the run is only looked at (zero-recipes check).
+        gpu: the cards of another machine on which it would start; None for this one.
+    """
+
+    recipe: Recipe
+    settings: Settings
+    explicit: Mapping[str, Any]
     strategy: Strategy
-    device: str  # "cpu" or "cuda"
-    environment: Mapping[str, str]  # the launcher's
-    meta: Any = None  # the model without weights (model/meta.py); None where its configuration is not at hand
-    starts_now: bool = True  # False where it is only looked at (zero-recipes check)
-    gpu: Gpu | None = None  # where it would start on another machine: its cards
+    device: str
+    environment: Mapping[str, str]
+    meta: Any = None
+    starts_now: bool = True
+    gpu: Gpu | None = None
 
     @property
     def is_decided(self) -> bool:
@@ -46,19 +60,21 @@ class Run:
 
     @property
     def output_dir(self) -> Path:
+        """The folder that the run writes into."""
         return Path(self.settings.output_dir)
 
     @property
     def checkpoint(self) -> str | None:
-        """The folder to go on from."""
+        """The checkpoint folder to go on from; None for a run from the start."""
         return self.settings.resume_from_checkpoint
 
     def resuming_from(self, checkpoint: str | None) -> Self:
+        """The same run, going on from another checkpoint; None: from the start."""
         return replace(self, settings=self.settings.replace(resume_from_checkpoint=checkpoint))
 
     @property
     def precision(self) -> str:
-        """ "bf16", "fp16" or "fp32", in which it computes; torch_autocast keeps the weights in fp32."""
+        """The precision in which it computes, "bf16", "fp16" or "fp32"; torch_autocast keeps the weights in fp32."""
         precision = self.strategy.ds.autocast or self.settings.precision
         if self.stage == 3:  # zero.Init makes the weights of an engine without 16 bits fp32
             return precision
@@ -66,34 +82,41 @@ class Run:
 
     @property
     def saves_on_signals(self) -> bool:
-        """Not where nothing could go on from the checkpoint (ZR719, ZR254)."""
+        """Whether a signal saves a checkpoint: not where nothing could go on from it (ZR719, ZR254)."""
         return self.settings.save_on_signal and not self.strategy.ds.on_nvme and self.strategy.sequence_parallel == 1
 
     @property
     def ds(self) -> DsConfig:
+        """The DeepSpeed configuration; an empty one without DeepSpeed."""
         return self.strategy.ds
 
     @property
     def stage(self) -> int | None:
+        """The ZeRO stage; None without DeepSpeed."""
         return self.strategy.zero_stage
 
     @property
     def world_size(self) -> int:
+        """The number of processes."""
         return self.strategy.world_size
 
     @property
     def ranks_per_node(self) -> int:
+        """The number of processes on this machine."""
         return local_world_size(self.environment, self.world_size)
 
     def value(self, path: str) -> Any:
-        """Of the DeepSpeed configuration, at "zero_optimization.stage"; None where it has nothing."""
+        """Look up a value of the DeepSpeed configuration, as "zero_optimization.stage"; None where it is missing."""
         block: Any = self.ds.raw
         for key in path.split("."):
             block = block.get(key) if isinstance(block, Mapping) else None
         return block
 
     def trl_arguments(self) -> TrlArguments:
-        """Starts the device's state: a process group that is needed exists before."""
+        """Make TRL's own objects of the settings in force. Raises Refusal.
+
+        This starts the device's state: a process group that is needed exists before.
+        """
         if self.strategy.is_deepspeed and ds_config_file(self.environment) is None:
             # inline_ds_config has read them; DeepSpeedPlugin (accelerate 1.15, utils/dataclasses.py) stops at both
             os.environ.pop(DS_FIELDS, None)
@@ -101,7 +124,10 @@ class Run:
 
 
 def choose_device(use_cpu: bool) -> str:
-    """ "cpu" or "cuda". DeepSpeed, which is imported later, would choose by the packages that are installed."""
+    """Choose the device that trains, "cpu" or "cuda", and tell DeepSpeed.
+
+    DeepSpeed, which is imported later, would choose by the packages that are installed.
+    """
     import torch
 
     if use_cpu or not torch.cuda.is_available():
@@ -113,7 +139,14 @@ def choose_device(use_cpu: bool) -> str:
 def settings_in_force(
     recipe: Recipe, strategy: Strategy, device: str, accumulation: int | None
 ) -> tuple[Settings, Mapping[str, Any]]:
-    """Add what launcher and machine decide to a recipe's keys. Returns (settings, explicit) of a run."""
+    """Lay what launcher and machine decide over the recipe's keys.
+
+    Args:
+        device: "cpu" or "cuda".
+        accumulation: gradient_accumulation_steps where it is derived, else None.
+
+    Returns (every key in force, those that are named or derived).
+    """
     decided: dict[str, Any] = {"output_dir": str(recipe.output_dir)}
     if device == "cpu":
         decided["use_cpu"] = True
@@ -131,8 +164,11 @@ def settings_in_force(
 
 
 def refuse_uneven_gpus(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
-    """One process with several GPUs would become nn.DataParallel, under torchrun too (engine/group.py), which
-    SFTTrainer refuses once the weights are loaded; DeepSpeed's does not. NCCL takes no two ranks on one device."""
+    """Refuse a number of GPUs that does not fit the number of processes.
+
+    One process with several GPUs would become nn.DataParallel, under torchrun too (engine/group.py), which SFTTrainer
+    refuses once the weights are loaded; DeepSpeed's does not. NCCL takes no two ranks on one device.
+    """
     import torch
 
     here = local_world_size(environment, strategy.world_size)

@@ -17,27 +17,38 @@ from zero_recipes.config.ds_config import (
 )
 from zero_recipes.config.fsdp_config import fsdp_config_in_force
 from zero_recipes.config.settings import Settings
+from zero_recipes.core.allocator import allocator_settings
 from zero_recipes.core.findings import refusal
-from zero_recipes.core.host import allocator_settings
 
 
 @dataclass(frozen=True)
 class Strategy:
-    name: str  # "single", "ddp", "fsdp2", "zero0" ... "zero3", with what is added to the stage (DsConfig.name)
+    """How a run shares its work and its states among the processes.
+
+    Args:
+        name: "single", "ddp", "fsdp2", "zero0" ... "zero3", with what is added to the stage (DsConfig.name).
+        world_size: the number of processes.
+        ds_config: as it is read, "auto" values included; None without DeepSpeed.
+        source: where the DeepSpeed configuration comes from, for messages.
+        fsdp_config: transformers' `fsdp_config`; None without FSDP.
+        sequence_parallel: processes that share each sequence.
+    """
+
+    name: str
     world_size: int
-    ds_config: DsConfig | None = None  # as read, "auto" values included; None without DeepSpeed
-    source: str = "none"  # where the DeepSpeed configuration comes from, for messages
-    fsdp_config: dict[str, Any] | None = None  # transformers' `fsdp_config`; None without FSDP
-    sequence_parallel: int = 1  # processes that share each sequence
+    ds_config: DsConfig | None = None
+    source: str = "none"
+    fsdp_config: dict[str, Any] | None = None
+    sequence_parallel: int = 1
 
     @property
     def zero_stage(self) -> int | None:
-        """None without DeepSpeed."""
+        """The ZeRO stage; None without DeepSpeed."""
         return None if self.ds_config is None else self.ds_config.stage
 
     @property
     def ds(self) -> DsConfig:
-        """An empty one without DeepSpeed."""
+        """The DeepSpeed configuration; an empty one without DeepSpeed."""
         return self.ds_config or DsConfig({})
 
     @property
@@ -47,14 +58,19 @@ class Strategy:
 
     @property
     def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed trains."""
         return self.ds_config is not None
 
     @property
     def is_fsdp(self) -> bool:
+        """Whether FSDP2 trains."""
         return self.fsdp_config is not None
 
     def described(self, device: str, settings: Settings, computed: str) -> list[str]:
-        """What is in force, a line each. `computed`: in which precision."""
+        """Describe what is in force, a line for each fact.
+
+        `computed`: the precision in which the run computes.
+        """
         strategy = self.name
         if self.is_deepspeed:
             strategy += f" (DeepSpeed, {self.source})"
@@ -97,10 +113,11 @@ def resolve_strategy(
     environment: Mapping[str, str],
     size_of_model: Callable[[Settings], ModelSize | None],
 ) -> Strategy:
-    """`accelerate launch` hands its ds_config over through the environment (ACCELERATE_DEEPSPEED_CONFIG_FILE),
-    torchrun and deepspeed through the recipe's `deepspeed:` key.
+    """Decide the strategy of a run. Raises Refusal where two places name different configurations.
 
-    `settings`, `size_of_model`: see fill_own_autos. Raises Refusal where two places name different configurations.
+    `accelerate launch` hands its ds_config over through the environment (ACCELERATE_DEEPSPEED_CONFIG_FILE),
+    torchrun and deepspeed through the recipe's `deepspeed:` key.
+    `settings`, `size_of_model`: see fill_own_autos.
     """
     world_size = int(environment.get("WORLD_SIZE", 1))
     fsdp_config = fsdp_config_in_force(settings, environment, world_size)
@@ -147,7 +164,10 @@ def _in_force(
 
 
 def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str, Any] | None, str]:
-    """(the launcher's DeepSpeed configuration, where it comes from), else (None, "none"). Raises Refusal."""
+    """Read the launcher's DeepSpeed configuration. Raises Refusal.
+
+    Returns (the configuration, where it comes from), or (None, "none") without DeepSpeed.
+    """
     if not is_on(env, "DEEPSPEED"):
         return None, "none"
     path = ds_config_file(env)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from zero_recipes.config import keys
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import library_error_as_finding
+from zero_recipes.core.library_errors import library_error_as_finding
 
 # values in place of a recipe's: for TRL's arguments where rows are prepared, on any machine ...
 WITHOUT_LAUNCH: dict[str, Any] = {

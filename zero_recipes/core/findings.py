@@ -4,31 +4,14 @@ A refusal ends a run before any weight is loaded, with one message and exit code
 """
 
 import contextlib
-import json
-import os
 import re
-import signal
-import sys
-import time
-import traceback
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from zero_recipes.core.files import encodable, package_yaml, write_json
-from zero_recipes.core.process import escape_unprintable, rank, wait_for_rank_0
+from zero_recipes.core.files import encodable, package_yaml
 
-# exit codes
-FAILED = 1
-REFUSED = 2
-PREEMPTED = os.EX_TEMPFAIL  # 75
-INTERRUPTED = 128 + signal.SIGINT
-UNFINISHED = "the run has not finished"  # in the metrics.json of one that is alive, or was killed
-PRINT_SECONDS = 20.0
-LONGEST_MESSAGE = 600  # characters of a library's message in a finding; --traceback shows all of it
-REFUSAL_FILE = "ZERO_RECIPES_REFUSAL_FILE"  # in the environment: where a refused run says so to who launched it
 PARTS = ("what", "why", "fix")  # of a finding's text
 # of findings, by the first digit of a code
 AREAS = {
@@ -46,7 +29,7 @@ AREAS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, why it cannot work, and how to fix it: one sentence or two each."""
+    """One thing that is wrong with a run: what it is, why it cannot work, and how to fix it."""
 
     code: str  # "ZR104": stable; `zero-recipes explain ZR104` says more
     what: str
@@ -61,6 +44,7 @@ class Finding:
 
     @property
     def head(self) -> str:
+        """The word that a finding's text begins with."""
         if self.level == "error":
             return "refused"
         return "warning (ignored)" if self.ignored else "warning"
@@ -70,7 +54,7 @@ class Finding:
 
 
 def shown(findings: Iterable[Finding], tracebacks: bool = False) -> str:
-    """As people read them: those of one code for the same reason as one, with a line for each."""
+    """Write findings for people: those of one code for the same reason become one, with a line for each."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.head, finding.code, finding.why), []).append(finding)
@@ -96,7 +80,10 @@ def _lines(group: list[Finding]) -> list[str]:
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    """{code: {"level", "what", "why", "fix"; some have "source", "ignore" and "example"}} of findings.yaml."""
+    """Read findings.yaml: the texts of each code.
+
+    Returns {code: {"level", "what", "why", "fix"}}; some rows also have "source", "ignore" and "example".
+    """
     rows = package_yaml(__package__, "findings.yaml")
     return {code: {"level": "error"} | row for code, row in rows.items()}
 
@@ -104,14 +91,22 @@ def table() -> dict[str, dict[str, Any]]:
 def finding(
     code: str, /, *, level: str | None = None, scope: str = "run", recipe_key: str | None = None, **values: Any
 ) -> Finding:
-    """`values`: what the code's templates in findings.yaml name. `level`: where a code may be either."""
+    """Make the finding of a code.
+
+    Args:
+        code: its name in findings.yaml.
+        level: "error" or "warning", where a code may be either.
+        scope: which ranks print it (Finding.scope).
+        recipe_key: the recipe's key that it is about.
+        values: what the code's templates name.
+    """
     row = table()[code]
     texts = {part: encodable(row[part].format_map(values)) for part in PARTS}
     return Finding(code, **texts, level=level or row["level"], key=recipe_key, scope=scope)
 
 
 def refusal(code: str, /, *, scope: str = "run", **values: Any) -> "Refusal":
-    """To be raised, for the finding of that code."""
+    """Make the Refusal for one finding, to be raised. The arguments are those of `finding`."""
     return Refusal([finding(code, scope=scope, **values)])
 
 
@@ -130,60 +125,9 @@ class Refusal(Exception):
         return shown(self.findings)
 
 
-class RunFailed(Exception):
-    """A run that ends early, on all ranks, for a reason that it knows: one message, no traceback."""
-
-    status = "failed"  # in metrics.json
-    exit_code = FAILED
-    scope = "run"  # who prints it, as of a Finding
-
-
-def ending(name: str, /, **values: Any) -> str:
-    """A text of endings.yaml. Of an error in `values` its first line."""
-    values = {key: first_line(value) if isinstance(value, Exception) else value for key, value in values.items()}
-    return package_yaml(__package__, "endings.yaml")[name].format_map(values)
-
-
-class Preempted(RunFailed):
-    """A signal has ended the run, and all that it has trained is saved."""
-
-    status = "preempted"
-    exit_code = PREEMPTED
-
-
-class PeerFailed(RuntimeError):
-    """What another rank failed of, or that it died: never the cause of a run's end. One line, no traceback."""
-
-
-@contextlib.contextmanager
-def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[None]:
-    """Whatever a library raises inside becomes one Refusal with the library's message.
-
-    A Refusal passes as it is, and so does memory that is not enough.
-    `doing`: "making the optimizer (optim: lomo)". `keys`: the finding is about the first that the message names.
-    """
-    try:
-        yield
-    except (Refusal, RunFailed):
-        raise
-    except Exception as error:  # libraries raise whatever they like
-        message = " ".join(str(error).split())
-        if isinstance(error, MemoryError) or "out of memory" in message:
-            raise
-        named = next((key for key in keys if re.search(rf"\b{re.escape(key)}\b", message)), None)
-        hint = next((hint for words, hint in table()["ZR199"]["hints"].items() if words in message), "")
-        about = {"doing": doing, "name": type(error).__name__, "message": message[:LONGEST_MESSAGE], "hint": hint}
-        trace = "".join(traceback.format_exception(error))
-        # transformers, dynamic_module_utils.py
-        raised_by = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-        found = finding("ZR199", recipe_key=named, **about)
-        not_run = "resolve_trust_remote_code" in raised_by
-        raise Refusal([replace(found, trace=trace, is_of_code_not_run=not_run)]) from error
-
-
 @contextlib.contextmanager
 def collected(findings: list[Finding]) -> Iterator[None]:
-    """Findings of a Refusal raised inside are added to `findings`, and the program goes on."""
+    """Add the findings of a Refusal that is raised inside to `findings`, and go on."""
     try:
         yield
     except Refusal as refusal:
@@ -191,11 +135,12 @@ def collected(findings: list[Finding]) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, in the line that a finding has room for."""
+    """The first line of a library's error: as much as a finding has room for."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def downgraded(findings: list[Finding], ignored: Container[str]) -> list[Finding]:
+    """Turn the errors whose codes the recipe ignores into warnings."""
     found = []
     for finding in findings:
         if finding.level == "error" and finding.code in ignored:
@@ -205,13 +150,13 @@ def downgraded(findings: list[Finding], ignored: Container[str]) -> list[Finding
 
 
 def ignored_codes(ignore: list[str] | str | None) -> frozenset[str]:
-    """The codes of a recipe's `ignore` key; one text may hold several by comma."""
+    """Read the codes of a recipe's `ignore` key. One text may hold several, separated by commas."""
     text = ignore if isinstance(ignore, str) else " ".join(ignore or [])
     return frozenset(text.replace(",", " ").upper().split())
 
 
 def described(code: str) -> dict[str, Any]:
-    """The row of a code with its area, and with <names> for what only a run knows."""
+    """The row of a code in findings.yaml with its area, and with <names> for what only a run knows."""
     row = table()[code] | {"area": AREAS[code[2]]}
     for part in PARTS:
         row[part] = re.sub(r"\{(\w*)[^{}]*\}", _placeholder, row[part])
@@ -223,59 +168,6 @@ def _placeholder(field: re.Match) -> str:
 
 
 def raise_errors(findings: list[Finding]) -> None:
-    """One Refusal for all errors among the findings."""
+    """Raise one Refusal for all errors among the findings; nothing without errors."""
     if any(finding.level == "error" for finding in findings):
         raise Refusal(findings)
-
-
-def print_ending(ending: BaseException, tracebacks: bool = False) -> int:
-    """Print why a run ends, each finding on the ranks of its scope. Returns the exit code of every rank."""
-    escape_unprintable()
-    if isinstance(ending, KeyboardInterrupt):
-        if rank() == 0:
-            print("ended by Ctrl-C", file=sys.stderr, flush=True)
-        return INTERRUPTED
-    if isinstance(ending, Refusal):
-        message = str(ending)
-        mine = [finding for finding in ending.findings if _prints(finding.scope)]
-        texts = [shown(mine, tracebacks)] if mine else []
-    else:
-        is_known = isinstance(ending, (RunFailed, PeerFailed))
-        message = f"{getattr(ending, 'status', type(ending).__name__)}: {ending}"
-        texts = []
-        if is_known and _prints(getattr(ending, "scope", "rank")):
-            texts.append(message)
-        if tracebacks or not is_known:
-            texts.append("".join(traceback.format_exception(ending)))
-    for text in texts:
-        print(text, file=sys.stderr, flush=True)
-    _tell_launcher(message)
-    refusal_file = os.environ.get(REFUSAL_FILE)
-    if refusal_file and isinstance(ending, Refusal):
-        first = ending.findings[0]
-        write_json(Path(refusal_file), {"code": first.code, "reason": first.what, "error": message})
-    if rank() and (not texts or isinstance(ending, PeerFailed)):
-        wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
-    if isinstance(ending, Refusal):
-        return REFUSED
-    return getattr(ending, "exit_code", FAILED)
-
-
-def _prints(scope: str) -> bool:
-    if scope == "rank":
-        return True
-    if scope == "machine":
-        return int(os.environ.get("LOCAL_RANK", rank())) == 0
-    return rank() == 0
-
-
-def _tell_launcher(message: str) -> None:
-    """accelerate and torchrun turn the exit code into 1, and close with a table that shows what is in this file.
-
-    See torch/distributed/elastic/multiprocessing/errors/error_handler.py.
-    """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with open(error_file, "w") as file:
-            json.dump({"message": {"message": message, "extraInfo": extra}}, file)

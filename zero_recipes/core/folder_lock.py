@@ -25,10 +25,14 @@ HELD = "ZERO_RECIPES_HELD_FOLDER"
 
 @contextmanager
 def held(folder: Path, writer: str, waits_for: str | None = None) -> Iterator[None]:
-    """Hold the folder for a tool, and make it where there is none. A tool that is refused leaves no empty folder.
+    """Hold a folder for a tool, and make it where there is none. A tool that is refused leaves no empty folder.
 
-    `writer`: the tool's name, for others. `waits_for`: a writer whose end is waited for; others refuse.
-    Nothing where the process that started this one holds it.
+    It does nothing where the process that started this one holds the folder.
+
+    Args:
+        writer: the tool's name, for others.
+        waits_for: a writer whose end is waited for; others refuse.
+
     Raises Refusal.
     """
     if os.environ.get(HELD) == str(folder.resolve()):
@@ -47,7 +51,7 @@ def held(folder: Path, writer: str, waits_for: str | None = None) -> Iterator[No
 
 
 def take(folder: Path, writer: str, waits_for: str | None = None) -> FileLock:
-    """Lock the folder. Raises Refusal where it cannot be written, or another process writes into it."""
+    """Lock a folder for `writer`. Raises Refusal where it cannot be written, or another process writes into it."""
     lock = FileLock(folder / LOCK, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,13 +79,14 @@ def take(folder: Path, writer: str, waits_for: str | None = None) -> FileLock:
 
 
 def give_back(lock: FileLock, folder: Path) -> None:
+    """Unlock a folder that `take` has locked."""
     if lock.is_locked:
         (folder / LOCK).unlink(missing_ok=True)  # while it is locked: nobody else has this file
         lock.release()
 
 
 def refuse_in_use(folder: Path) -> None:
-    """Raises Refusal where another process writes into the folder. Touches nothing."""
+    """Raise a Refusal where another process writes into the folder. Nothing is touched."""
     if not (folder / LOCK).is_file():
         return
     lock = FileLock(folder / LOCK, fallback_to_soft=False)

@@ -38,38 +38,40 @@ AGAIN = b"\nCtrl-C: the run ends after this step, and saves. Press it again to e
 
 
 def rank() -> int:
-    """The launcher's RANK; 0 in a single process."""
+    """The rank that the launcher gave this process (RANK); 0 in a single process."""
     return int(os.environ.get("RANK", 0))
 
 
 def escape_unprintable() -> None:
-    """From now on, of all that this process prints: half a surrogate pair, and what the terminal's encoding lacks."""
+    """From now on, print what the terminal's encoding lacks as escapes, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str) -> None:
-    """Print on rank 0."""
+    """Print a text on rank 0 only."""
     if rank() == 0:
         print(text, flush=True)
 
 
 def local_world_size(environment: Mapping[str, str], world_size: int) -> int:
-    """Processes of this job on this machine. torchrun sets LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE
-    (DeepSpeed 0.19.8, launcher/launch.py); without either all are here."""
+    """Count the processes of this job on this machine; all of them where the launcher does not say.
+
+    torchrun sets LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE (DeepSpeed 0.19.8, launcher/launch.py).
+    """
     return int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size)
 
 
 def age() -> float:
-    """Seconds since this process was started, to a hundredth (proc(5): starttime counts from boot)."""
+    """Count the seconds since this process was started, to a hundredth (proc(5): starttime counts from boot)."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
 
 
 @contextlib.contextmanager
 def imported_for_good() -> Iterator[None]:
-    """Python's garbage collector never goes through what is imported inside: a quarter of the imports' time."""
+    """Keep Python's garbage collector from what is imported inside: it takes a quarter of the imports' time."""
     gc.disable()
     try:
         yield
@@ -80,8 +82,10 @@ def imported_for_good() -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
-    """os.environ is the same object afterwards, with the same variables: datasets 5.2 (arrow_dataset.py, `map` with
-    num_proc) replaces it by a copy, with TOKENIZERS_PARALLELISM=false."""
+    """Restore os.environ afterwards: the same object, with the same variables.
+
+    datasets 5.2 (arrow_dataset.py, `map` with num_proc) replaces it by a copy, with TOKENIZERS_PARALLELISM=false.
+    """
     kept, before = os.environ, dict(os.environ)
     try:
         yield
@@ -98,7 +102,7 @@ _signals: list[int] = []  # of STOPPING, that have come
 
 
 def remember_signals(remembered: bool) -> None:
-    """Whether STOPPING are remembered (`signalled`), from now on, or end this process as usual."""
+    """Choose whether the signals in STOPPING are remembered from now on (`signalled`), or end this process."""
     _signals.clear()
     for number in STOPPING:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -115,11 +119,12 @@ def _remember(number: int, _) -> None:
 
 
 def signalled() -> bool:
+    """Whether a signal in STOPPING has come since `remember_signals`."""
     return bool(_signals)
 
 
 def kill_with_children(process: psutil.Process) -> None:
-    """Nothing where it has ended."""
+    """Kill a process and all that it has started. Nothing happens where it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process.suspend()  # or it could start another meanwhile
         for member in (*process.children(recursive=True), process):
@@ -128,15 +133,15 @@ def kill_with_children(process: psutil.Process) -> None:
 
 
 def end_with_parent() -> None:
-    """From now on this process is killed when its parent ends."""
+    """Have this process killed from now on when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_with_launcher() -> None:
-    """From now on this process is killed when the launcher that started it ends, however it ends.
+    """Have this process killed from now on when the launcher that started it ends, however it ends.
 
     Else a rank would train on after a SIGKILL of its launcher, and hold the folder.
-    Nothing where another program did: a shell may end before what it started (nohup, ssh).
+    Nothing happens where another program started it: a shell may end before what it started (nohup, ssh).
     """
     parent = os.getppid()
     try:
@@ -156,8 +161,10 @@ os.register_at_fork(after_in_child=lambda: _forks_end and end_with_parent())
 
 @contextlib.contextmanager
 def forks_end_with_parent() -> Iterator[None]:
-    """Processes that the main thread forks inside end when this one does, however it ends: workers of the datasets
-    library would keep its connections open, and other ranks waiting."""
+    """Have processes that the main thread forks inside end when this one does, however it ends.
+
+    Workers of the datasets library would keep its connections open, and other ranks waiting.
+    """
     _forks_end.append(True)
     try:
         yield
@@ -166,7 +173,10 @@ def forks_end_with_parent() -> Iterator[None]:
 
 
 def wait_for_rank_0(seconds: float) -> None:
-    """Where it is a process beside this one, of the same launcher."""
+    """Wait for the end of rank 0 where the same launcher has started it beside this process.
+
+    `seconds`: at most.
+    """
     forked_rank_0 = os.environ.get(RANK_0)
     beside = []
     for process in psutil.Process(os.getppid()).children():
@@ -207,7 +217,7 @@ def _end_at_once() -> None:
 
 
 class PhaseClock:
-    """Seconds of each of PHASES.
+    """Count the seconds that a run spends in each of PHASES.
 
     What is outside of all phases counts as "startup" in a run, which began `before` seconds ago.
     """
@@ -221,7 +231,7 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """`name`: of PHASES."""
+        """Count the time inside for the phase `name`, one of PHASES. A phase within another takes its time."""
         self.book()
         self._stack.append(name)
         try:
@@ -234,12 +244,12 @@ class PhaseClock:
             self._stack.pop()
 
     def count_outside_as(self, name: str | None) -> None:
-        """From now on; None: it is not counted."""
+        """Choose the phase that time outside of all phases counts for from now on; None: for none."""
         self.book()
         self._outside = name
 
     def book(self) -> None:
-        """Count up to this moment."""
+        """Count the time up to this moment."""
         now = time.perf_counter()
         name = self._stack[-1] if self._stack else self._outside
         if name is not None:

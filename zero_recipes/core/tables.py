@@ -19,12 +19,12 @@ Row = Any  # whatever the cells of its columns take
 
 
 def plain(text: str, style: str = "") -> Text:
-    """What people and models wrote, as it is: rich takes "[/INST]" for a closing tag."""
+    """A text of people or models for the terminal, as it is: rich takes "[/INST]" for a closing tag."""
     return Text(shown(text), style=style)
 
 
 def shown(text: str) -> str:
-    """Without orders to the terminal: control characters and half surrogates as Python writes them."""
+    """A text without orders to the terminal: control characters and half surrogates are escaped as Python does."""
     return "".join(_visible(character) for character in text)
 
 
@@ -35,13 +35,14 @@ def _visible(character: str) -> str:
 
 
 def terminal(stderr: bool = False) -> Console:
+    """Open the terminal for printing, on standard output or standard error."""
     escape_unprintable()
     return Console(stderr=stderr)
 
 
 @contextmanager
 def working(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """A spinner on a terminal, else a line at once and every ten seconds.
+    """Show that something takes time: a spinner on a terminal, else a line at once and every ten seconds.
 
     Gives a function that says something else from then on.
     """
@@ -68,12 +69,14 @@ def working(what: str, console: Console | None = None) -> Iterator[Callable[[str
 
 
 class Column(NamedTuple):
+    """A column of a table: its header, and how a row becomes the text of its cell."""
+
     header: str  # broken by hand, for narrow columns
     cell: Callable[[Row], str]
 
 
 def print_columns(named: list[Column], others: list[Column], rows: Sequence[Row], console: Console) -> None:
-    """In as few tables as fit into the terminal; each begins with the `named` columns."""
+    """Print rows in as few tables as fit into the terminal. Each table begins with the `named` columns."""
     taken = len(others)
     table = _table(named, others, rows)
     wide = console.options.update(max_width=10_000)
@@ -96,6 +99,7 @@ def _table(named: list[Column], others: list[Column], rows: Sequence[Row]) -> Ta
 
 
 def print_texts(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    """Print a table of texts that are folded at its width, with lines between its rows."""
     table = Table(title=plain(title), show_lines=True)
     for header in headers:
         table.add_column(plain(header), overflow="fold")

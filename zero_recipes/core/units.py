@@ -12,12 +12,12 @@ TIMES = (("days", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def unit_of(number_of_bytes: float) -> tuple[str, int]:
-    """The largest unit of which there is at least one, with its size in bytes; MB for less."""
+    """Choose the largest unit of which there is at least one, MB for less. Returns (its name, its size in bytes)."""
     return next((unit for unit in UNITS if abs(number_of_bytes) >= unit[1]), UNITS[-1])
 
 
 def size(number_of_bytes: float | None) -> str:
-    """Bytes with three significant digits and their unit: 63.9 GB, 152 MB, 0.04 MB, 0 MB."""
+    """Write bytes with three significant digits and their unit: 63.9 GB, 152 MB, 0.04 MB, 0 MB."""
     if number_of_bytes is None:
         return ""
     name, one = unit_of(number_of_bytes)
@@ -28,7 +28,7 @@ def size(number_of_bytes: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """17 ms, 0.43 s, 12.3 s, 95 s, 3 min 34 s, 2 h 5 min, 4 days 3 h."""
+    """Write seconds for people: 17 ms, 0.43 s, 12.3 s, 95 s, 3 min 34 s, 2 h 5 min, 4 days 3 h."""
     if seconds < 0.0995:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 0.995:
@@ -44,7 +44,7 @@ def duration(seconds: float) -> str:
 
 
 def money(value: float) -> str:
-    """In the currency of the price: 1,250, 12.35, 0.043, <0.001."""
+    """Write an amount in the currency of the price: 1,250, 12.35, 0.043, <0.001."""
     if value >= 1000:
         return f"{value:,.0f}"
     if value >= 0.1:
@@ -53,7 +53,7 @@ def money(value: float) -> str:
 
 
 def significant(value: float) -> str:
-    """Three significant digits without an exponent; whole numbers from 100 on."""
+    """Write a number with three significant digits and without an exponent; whole numbers from 100 on."""
     if value == 0:
         return "0"
     decimals = 2 - math.floor(math.log10(abs(value)))
@@ -61,26 +61,26 @@ def significant(value: float) -> str:
 
 
 def count(value: float | None) -> str:
-    """A rate or a number of things: 12,345 or 87.3."""
+    """Write a rate or a number of things: 12,345 or 87.3."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 1000 else significant(value)
 
 
 def counted(number: float, thing: str) -> str:
-    """2,000 rows, 1 epoch, 3.1 epochs."""
+    """Write a number of things with its noun: 2,000 rows, 1 epoch, 3.1 epochs."""
     digits = 0 if float(number).is_integer() else 1
     text = f"{number:,.{digits}f}" if digits == 0 or number >= 1 else f"{number:.2g}"
     return f"{text} {thing}{'' if number == 1 else 's'}"
 
 
 def fixed(value: float | None, digits: int) -> str:
-    """A number with so many decimals; what is not finite is written in words."""
+    """Write a number with so many decimals, or "not finite"."""
     if value is None:
         return ""
     return f"{value:.{digits}f}" if math.isfinite(value) else "not finite"
 
 
 def percent(share: float | None) -> str:
-    """0.953 as 95.3 %."""
+    """Write a share as a percentage: 0.953 is 95.3 %."""
     return "" if share is None else f"{100 * share:.1f} %"

@@ -20,7 +20,7 @@ PLUS_PLUS = {
 
 
 class ModelState(NamedTuple):
-    """Bytes on one rank."""
+    """The bytes that one rank holds of a model's parameters, gradients and optimizer."""
 
     params: float
     grads: float
@@ -28,6 +28,7 @@ class ModelState(NamedTuple):
 
     @property
     def total(self) -> float:
+        """The bytes of all three together."""
         return self.params + self.grads + self.optimizer
 
 
@@ -38,8 +39,9 @@ FP32 = ModelState(4, 4, 8)  # the weights are their own master; the paper treats
 def model_state_bytes(
     parameters: int, world_size: int, zero_stage: int, trainable: int | None = None, each: ModelState = MIXED
 ) -> ModelState:
-    """Bytes per GPU of Adam; in mixed precision stage 0 16Ψ, 1 4Ψ+12Ψ/N, 2 2Ψ+14Ψ/N, 3 16Ψ/N (sections 5.1 to 5.3).
+    """Count the bytes per GPU of a model trained with Adam.
 
+    In mixed precision stage 0 takes 16Ψ, 1 4Ψ+12Ψ/N, 2 2Ψ+14Ψ/N, 3 16Ψ/N (sections 5.1 to 5.3).
     `trainable` (default: all): frozen weights own no gradient and no optimizer state; the paper has no such case.
     `each`: bytes of one parameter.
     """
@@ -53,7 +55,7 @@ def model_state_bytes(
 
 
 def communication_units(zero_stage: int) -> int:
-    """Volume one rank moves per step in units of Φ: 2, 2, 2, 3 for stages 0 to 3 (section 7).
+    """Count the volume that one rank moves per step in units of Φ: 2, 2, 2, 3 for stages 0 to 3 (section 7).
 
     An all-reduce is a reduce-scatter plus an all-gather and so counts 2Φ (7.1).
     Stages 1 and 2 replace it by these two halves (7.2.1).
@@ -63,7 +65,7 @@ def communication_units(zero_stage: int) -> int:
 
 
 def plus_plus_units(parts: Container[str]) -> float:
-    """Volume between nodes per step in units of Φ under ZeRO++: 3 without `parts`, 0.75 with all.
+    """Count the volume between nodes per step in units of Φ under ZeRO++: 3 without `parts`, 0.75 with all.
 
     Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv:2306.10209,
     section 3: qwZ gathers int8 instead of 16 bits (0.5), hpZ keeps the backward gather inside the node (0), and qgZ
@@ -77,7 +79,7 @@ def plus_plus_units(parts: Container[str]) -> float:
 
 
 def paper_volume(bytes_by_collective: Mapping[str, int]) -> int:
-    """Bytes moved in the paper's sense: an all-reduce twice, every other collective once (section 7.1).
+    """Count the bytes moved in the paper's sense: an all-reduce twice, every other collective once (section 7.1).
 
     `bytes_by_collective`: of the full unsharded tensors that went through it.
     """

@@ -16,7 +16,8 @@ from datasets import Dataset, Features, IterableDataset, Json, List, Value
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import package_yaml
-from zero_recipes.core.findings import library_error_as_finding, refusal
+from zero_recipes.core.findings import refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.data.audit import TOKEN_COLUMNS, skips_preparation
 from zero_recipes.engine import huggingface
 from zero_recipes.engine.faults import json_texts

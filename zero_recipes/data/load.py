@@ -32,7 +32,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config import keys
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import Finding, Refusal, finding, first_line, library_error_as_finding, refusal
+from zero_recipes.core.findings import Finding, Refusal, finding, first_line, refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
 from zero_recipes.engine.faults import json_texts

@@ -15,8 +15,9 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
+from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.host import Host
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.data.as_read import TAG, as_read
 from zero_recipes.data.audit import token_batches
 from zero_recipes.data.forms import Row, Rows, code_digest, column_names

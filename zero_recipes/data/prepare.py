@@ -28,16 +28,8 @@ from zero_recipes.config.row_lengths import RowLengths
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.trl_arguments import WITHOUT_LAUNCH, trl_arguments
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import (
-    Finding,
-    Refusal,
-    downgraded,
-    finding,
-    first_line,
-    ignored_codes,
-    library_error_as_finding,
-    raise_errors,
-)
+from zero_recipes.core.findings import Finding, Refusal, downgraded, finding, first_line, ignored_codes, raise_errors
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data import as_written, forms, load, masks
 from zero_recipes.data import audit as audits

@@ -12,7 +12,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import library_error_as_finding, refusal
+from zero_recipes.core.findings import refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.data.as_read import Reads, messages_as_read
 from zero_recipes.data.forms import alpaca_prompt, alpaca_row, tables, turns_of
 from zero_recipes.data.load import MissingSplit, load_rows

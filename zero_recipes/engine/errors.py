@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-from zero_recipes.core.findings import PeerFailed
+from zero_recipes.core.run_end import PeerFailed
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_BYTES = 2**20  # free of a disk that is full: a write of many bytes fills it to the last block

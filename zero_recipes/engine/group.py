@@ -19,8 +19,9 @@ from torch.distributed.elastic.utils.store import barrier
 
 from zero_recipes.config.run import Run
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import PeerFailed, Refusal, RunFailed, first_line, print_ending, refusal
+from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.core.process import rank
+from zero_recipes.core.run_end import PeerFailed, RunFailed, print_ending
 from zero_recipes.engine.faults.ddp_of_one_process import forget_local_rank
 from zero_recipes.engine.faults.deepspeed_group_on_cpu import start_deepspeed_group
 from zero_recipes.engine.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_locks

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.settings import computed_in, precision_of
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
+from zero_recipes.core.measured_on import hardware_facts, library_versions, peak_memory
 from zero_recipes.core.process import PhaseClock, rank, signalled
 from zero_recipes.engine.deepspeed import STATE_PARTS
 from zero_recipes.engine.group import gather_rows

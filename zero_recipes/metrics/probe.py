@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.host import peak_flops_of
+from zero_recipes.core.gpus import peak_flops_of
 from zero_recipes.core.process import say
 from zero_recipes.engine.deepspeed import base_optimizer, state_bytes, whole_shape
 from zero_recipes.engine.nvme import swapped_bytes

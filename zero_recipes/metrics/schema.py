@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from zero_recipes.core.files import write_text
-from zero_recipes.core.findings import UNFINISHED
+from zero_recipes.core.run_end import UNFINISHED
 
 SCHEMA = 2  # 1 had no status "running": such a run had failed with the error UNFINISHED
 FILE = "metrics.json"

@@ -6,7 +6,8 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import library_error_as_finding, refusal
+from zero_recipes.core.findings import refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 
 # entries of a config.json that say nothing of the model
 NOTES = ("transformers_version", "_name_or_path", "_commit_hash")

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import finding, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import finding, raise_errors, refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.engine.deepspeed import is_partitioned, whole_shape
 from zero_recipes.engine.faults.four_bit_on_cpu import keep_4bit_layout
 from zero_recipes.engine.faults.leaf_modules_of_adapters import let_inputs_have_gradients

@@ -18,8 +18,9 @@ from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.run import choose_device
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.trl_arguments import ONE_PROCESS, trl_arguments
-from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
+from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.core.folder_lock import held
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.data.load import PADDING_TOKENS, read_tokenizer
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.engine.speed.cpu_products import multiply_in_fp32

@@ -7,7 +7,7 @@ import shlex
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.trl_arguments import WITHOUT_LAUNCH, trl_arguments
 from zero_recipes.core.findings import collected, downgraded, finding, ignored_codes, shown
-from zero_recipes.core.host import gpu_named, gpus
+from zero_recipes.core.gpus import gpu_named, gpus
 from zero_recipes.core.process import local_world_size
 from zero_recipes.core.tables import terminal, working
 from zero_recipes.core.units import counted

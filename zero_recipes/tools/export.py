@@ -20,8 +20,9 @@ import transformers
 from zero_recipes.checkpoint.checksums import add_records, write_checksums
 from zero_recipes.checkpoint.saved_model import compare_with_class
 from zero_recipes.config.command_line import named_on
-from zero_recipes.core.findings import RunFailed, finding, refusal
+from zero_recipes.core.findings import finding, refusal
 from zero_recipes.core.folder_lock import LOCK, held
+from zero_recipes.core.run_end import RunFailed
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
 from zero_recipes.tools import ask, losses

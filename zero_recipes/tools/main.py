@@ -2,7 +2,8 @@
 
 import sys
 
-from zero_recipes.core.findings import Refusal, RunFailed, print_ending, refusal
+from zero_recipes.core.findings import Refusal, refusal
+from zero_recipes.core.run_end import RunFailed, print_ending
 from zero_recipes.engine.warnings import quieten_loggers
 from zero_recipes.tools.arguments import parse_arguments
 

@@ -26,10 +26,12 @@ from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import at_hand
-from zero_recipes.core.findings import REFUSAL_FILE, Refusal, ignored_codes, library_error_as_finding, refusal
+from zero_recipes.core.findings import Refusal, ignored_codes, refusal
 from zero_recipes.core.folder_lock import held, refuse_in_use
 from zero_recipes.core.host import Host
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.core.process import kill_with_children
+from zero_recipes.core.run_end import REFUSAL_FILE
 from zero_recipes.core.tables import plain, terminal, working
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.failure import REFUSAL, failed_row, not_begun

@@ -8,9 +8,11 @@ from pathlib import Path
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, file_named, read_accelerate_file
 from zero_recipes.core.files import FILES, at_hand, load_yaml
-from zero_recipes.core.findings import FAILED, INTERRUPTED, PREEMPTED, REFUSED, library_error_as_finding, refusal
+from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Host
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.core.process import STOPPING
+from zero_recipes.core.run_end import FAILED, INTERRUPTED, PREEMPTED, REFUSED
 
 LAUNCH_PORT = 29500
 MEETING_PORT = 29501

@@ -28,7 +28,8 @@ from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import FILES, at_hand, write_text
 from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.core.folder_lock import held
-from zero_recipes.core.host import Host, hardware_facts
+from zero_recipes.core.host import Host
+from zero_recipes.core.measured_on import hardware_facts
 from zero_recipes.core.tables import Column, plain, print_columns, terminal, working
 from zero_recipes.core.units import count, percent, significant
 from zero_recipes.data.prepare import rows_at_hand

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from zero_recipes.core.findings import REFUSED, described, library_error_as_finding, refusal, table
+from zero_recipes.core.findings import described, refusal, table
+from zero_recipes.core.library_errors import library_error_as_finding
+from zero_recipes.core.run_end import REFUSED
 from zero_recipes.core.tables import working
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.tools.argument_types import accelerate_file, amount, count, names, recipe_file

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments, get_scheduler
 
-from zero_recipes.core.findings import RunFailed
+from zero_recipes.core.run_end import RunFailed
 from zero_recipes.engine import optimizers
 from zero_recipes.engine.optimizers import OptimizerFacts, are_equal
 

@@ -29,7 +29,8 @@ from zero_recipes.checkpoint.checksums import (
 )
 from zero_recipes.checkpoint.saved_model import ADAPTER
 from zero_recipes.core.files import CONFIGS, load_yaml, strict_json, write_text
-from zero_recipes.core.findings import RunFailed, first_line
+from zero_recipes.core.findings import first_line
+from zero_recipes.core.run_end import RunFailed
 from zero_recipes.data.load import on_hub
 from zero_recipes.metrics import read_runs, schema
 from zero_recipes.training import card_rows

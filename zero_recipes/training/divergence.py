@@ -7,8 +7,8 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from zero_recipes.core.findings import RunFailed
 from zero_recipes.core.process import say
+from zero_recipes.core.run_end import RunFailed
 from zero_recipes.engine.deepspeed import is_partitioned
 from zero_recipes.engine.fsdp import local
 from zero_recipes.metrics.callback import StageMetricsCallback

@@ -15,7 +15,8 @@ from zero_recipes.checks.predicted import planning
 from zero_recipes.checks.rules import told_where_rows_begin
 from zero_recipes.checks.schedule import length_findings
 from zero_recipes.config.run import Run
-from zero_recipes.core.findings import Finding, downgraded, ignored_codes, library_error_as_finding, raise_errors
+from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.core.process import PhaseClock
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows

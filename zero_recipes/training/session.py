@@ -18,8 +18,10 @@ from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
 from zero_recipes.checks.schedule import length_described
 from zero_recipes.config.resolved_recipe import write_resolved
 from zero_recipes.config.run import Run
-from zero_recipes.core.findings import Preempted, Refusal, library_error_as_finding
+from zero_recipes.core.findings import Refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.core.process import PhaseClock, rank, remember_signals, say
+from zero_recipes.core.run_end import Preempted
 from zero_recipes.core.tables import terminal
 from zero_recipes.data.audit import show_rows
 from zero_recipes.engine.group import once, rank_0_writes

@@ -15,9 +15,9 @@ from zero_recipes.checkpoint.checksums import write_checksums
 from zero_recipes.checkpoint.manager import CheckpointManager
 from zero_recipes.checkpoint.saved_model import bytes_of, compare_with_class, refuse_bad_numbers
 from zero_recipes.config.run import Run
-from zero_recipes.core.findings import Preempted
-from zero_recipes.core.host import library_versions
+from zero_recipes.core.measured_on import library_versions
 from zero_recipes.core.process import say
+from zero_recipes.core.run_end import Preempted
 from zero_recipes.engine.faults import (
     adapter_loaded_in_fp32,
     failed_shards,

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 
 from torch.distributed.checkpoint import CheckpointException
 
-from zero_recipes.core.findings import PeerFailed
 from zero_recipes.core.process import rank
+from zero_recipes.core.run_end import PeerFailed
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.core.findings import finding, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import finding, raise_errors, refusal
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.tools.imports.axolotl import ONLY_LINEAR, put_axolotl
 from zero_recipes.tools.imports.draft import Draft
 from zero_recipes.tools.imports.llama_factory import put_llama_factory

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.config.ds_config import DsConfig, read_json_mapping
-from zero_recipes.core.findings import library_error_as_finding
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.tools.imports.draft import Draft
 from zero_recipes.tools.imports.models import table
 

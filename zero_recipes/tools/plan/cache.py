@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 import zero_recipes
 from zero_recipes.core.files import write_text
-from zero_recipes.core.host import library_versions
+from zero_recipes.core.measured_on import library_versions
 
 FOLDER = Path(constants.HF_HOME, "zero-recipes", "plans")
 MOST_KEPT = 1000  # files of a folder

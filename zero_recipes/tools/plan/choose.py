@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.host import Gpu
+from zero_recipes.core.gpus import Gpu
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.cost import Speed, estimate
 from zero_recipes.tools.plan.formulas import overheads

@@ -13,7 +13,7 @@ from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.row_lengths import RowLengths
 from zero_recipes.config.settings import steps_by_epochs
 from zero_recipes.core.files import package_yaml
-from zero_recipes.core.host import Gpu
+from zero_recipes.core.gpus import Gpu
 from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.formulas import DEFAULT_BUCKET, Sizes, bucket_in

@@ -26,8 +26,9 @@ from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.row_lengths import RowLengths, stated
 from zero_recipes.config.settings import Settings, computed_in, derive_accumulation, loaded_dtype
 from zero_recipes.core.files import FILES, at_hand
-from zero_recipes.core.findings import Refusal, library_error_as_finding, refusal
-from zero_recipes.core.host import Gpu, gpu_named, gpus
+from zero_recipes.core.findings import Refusal, refusal
+from zero_recipes.core.gpus import Gpu, gpu_named, gpus
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.tools.plan.cache import cached
 from zero_recipes.tools.plan.shape import shape_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_recipes.checks import capacity
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import library_error_as_finding
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.metrics.flops import ModelFlops, active_experts, model_flops
 from zero_recipes.tools.plan.cache import cached
 

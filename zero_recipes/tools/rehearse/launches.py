@@ -27,10 +27,11 @@ from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.resolved_recipe import without_tokens
 from zero_recipes.config.settings import Settings, derive_accumulation
 from zero_recipes.core.files import at_hand, write_json
-from zero_recipes.core.findings import FAILED, REFUSED, ignored_codes, shown
+from zero_recipes.core.findings import ignored_codes, shown
 from zero_recipes.core.folder_lock import held
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import kill_with_children
+from zero_recipes.core.run_end import FAILED, REFUSED
 from zero_recipes.core.tables import Column, plain, print_columns, terminal, working
 from zero_recipes.core.units import duration
 from zero_recipes.data.samples import takes_rows

@@ -162,8 +162,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from zero_recipes.core.findings import print_ending
     from zero_recipes.core.process import leave
+    from zero_recipes.core.run_end import print_ending
 
     try:
         main(sys.argv[1:])

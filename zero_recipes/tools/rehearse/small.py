@@ -7,7 +7,7 @@ from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import library_error_as_finding
+from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.model.config import load_config
 from zero_recipes.model.load import load_model
 from zero_recipes.model.trained import parameter_counts

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero_recipes.core.host import pinned_bytes
+from zero_recipes.core.allocator import pinned_bytes
 from zero_recipes.metrics.schema import PARTS
 from zero_recipes.tools.plan.simulator.stand_ins import ASKED_FOR, answer_for_number
 
