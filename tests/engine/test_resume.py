@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import cases, ending_cases
+from tests.helpers import cases, checkpoint_cases, ending_cases
 from tests.helpers.resuming import EXACT, KINDS, LORA, SAVED_AT, STEPS, Shape, compare, drawn, gaps_of, resume_recipe
 from tests.helpers.seeded import count, grid, write_result
 from tests.helpers.tiny import arguments, write_rows
@@ -118,6 +118,19 @@ def test_a_stranger_s_code_in_the_own_folder_is_refused_on_every_rank(two, zero0
     shutil.copy(whole / states.relative_to(folder), states)
     save.write_manifest(last, save.read_manifest(last))
     assert two.run(cases.train_counted, argv=argv)[0]["metrics"]["resumed_at"] == [STEPS] and not mark.exists()
+
+
+def test_a_program_of_ones_own_runs_no_stranger_s_code(two, tmp_path):
+    """DeepSpeed does, without the check: it loads its files with weights_only=False."""
+    folder, mark = tmp_path / "out", tmp_path / "it-was-run"
+    assert two.run(checkpoint_cases.train_as_library, folder=str(folder), steps=1) == [1, 1]
+    last = folder / "checkpoint-1"
+    states = next(last.rglob("zero_pp_rank_1_mp_rank_00_optim_states.pt"))
+    plant(states, mark, "zip 2")
+    save.write_manifest(last, save.read_manifest(last))
+    resumed = {"folder": str(folder), "steps": 2, "resume": str(last)}
+    assert two.run(checkpoint_cases.train_as_library, **resumed) == [["ZR780"], ["ZR780"]] and not mark.exists()
+    assert two.run(checkpoint_cases.train_as_library, **resumed, refuses_code=False) == [2, 2] and mark.exists()
 
 
 def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp_path):

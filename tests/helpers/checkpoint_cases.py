@@ -6,16 +6,23 @@ from pathlib import Path
 import deepspeed
 import numpy
 import torch
+from datasets import Dataset
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
+from transformers import AutoTokenizer, LlamaForCausalLM
+from trl import SFTConfig
 
 import run_sft
 from tests.helpers.cases import train
+from tests.helpers.tiny import ROOT, llama_config
 from tests.helpers.tools import before
+from zero_recipes.core.findings import Refusal
 from zero_recipes.engine.deepspeed import base_optimizer, flat_masters
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.tools.reshard import open_checkpoint, read_parameter
+from zero_recipes.training.extras import Extras
+from zero_recipes.training.trainer import ZeroSFTTrainer
 
 
 def train_and_keep_states(argv: list[str], step: int, path: str) -> dict:
@@ -140,3 +147,25 @@ def _tensors(value) -> list:
     """Every tensor in a loaded file, numbers as tensors, in the order of the file."""
     numbers = (torch.Tensor, numpy.ndarray, bool, int, float)
     return [torch.as_tensor(leaf) for leaf in tree_leaves(value) if isinstance(leaf, numbers)]
+
+
+def train_as_library(folder: str, steps: int, resume: str | None = None, **extras) -> list[str] | int:
+    """A ZeroSFTTrainer in a program of somebody's own, under ZeRO stage 2, which saves after every step.
+
+    `extras`: fields of Extras. Returns the codes of a refusal, or the steps that were trained in all.
+    """
+    keys = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": steps, "save_steps": 1}
+    args = SFTConfig(folder, deepspeed=str(ROOT / "ds_configs" / "zero2.json"), **keys)
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 16)
+    trainer = ZeroSFTTrainer(
+        LlamaForCausalLM(llama_config(num_hidden_layers=1)),
+        args,
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base"),
+        extras=Extras(**extras) if extras else None,
+    )
+    try:
+        trainer.train(resume)
+    except Refusal as refusal:
+        return refusal.codes
+    return trainer.state.global_step
