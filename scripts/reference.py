@@ -144,7 +144,7 @@ def library_faults() -> str:
                 issues = "none found"
             rows.append(f"| {library} | [{fault.symptom}](#{fault.name}) | {issues} |\n")
             texts.append(fault_text(fault))
-    slow = [f"\n- {fault.symptom} {fault.here} ({fault.library})" for fault in read_faults("speed")]
+    slow = [f"\n- {fault.symptom} **Here:** {fault.here} ({fault.library})" for fault in read_faults("speed")]
     return "".join([FAULTS, "\n", *rows, *texts, SLOW, *slow, "\n"])
 
 

@@ -15,11 +15,11 @@ from trl import SFTConfig
 from tests.helpers.bad_data import BASE
 from tests.helpers.tiny import llama_config
 from tests.helpers.tools import plant, refusal_of
-from zero_recipes import ZeroSFTTrainer
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.folders import numbered
 from zero_recipes.checkpoint.manager import Carried, CheckpointManager, NotSaved
 from zero_recipes.training.extras import Extras
+from zero_recipes.training.trainer import ZeroSFTTrainer
 
 ROWS = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 8
 HISTORY = {"resumed_at": [], "evaluation_due": False}

@@ -11,7 +11,7 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig
 
@@ -186,13 +186,38 @@ def test_the_loss_and_the_log_are_trls_without_a_gather_a_micro_batch(tmp_path, 
     assert (trl[2], ours[2]) == (24, 24 if loss_type == "dft" else 0)
 
 
-def made(folder: Path, loss_type: str = "nll", **keys) -> ZeroSFTTrainer:
+def made(folder: Path, loss_type: str = "nll", model: PreTrainedModel | None = None, **keys) -> ZeroSFTTrainer:
     torch.manual_seed(7)
-    model = LlamaForCausalLM(llama_config(num_hidden_layers=1))
+    model = model or LlamaForCausalLM(llama_config(num_hidden_layers=1))
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
     args = SFTConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], loss_type=loss_type, **keys)
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]})
     return ZeroSFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+
+
+class Uncounted(LlamaForCausalLM):
+    """Takes no count of tokens for a loss of its own, as Gemma 3n."""
+
+    accepts_loss_kwargs = False
+
+
+MODELS = {
+    "Llama": lambda: LlamaForCausalLM(llama_config(num_hidden_layers=1)),
+    "without a count": lambda: Uncounted(llama_config(num_hidden_layers=1)),
+    "without a type of loss": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=1031, n_embd=8, n_layer=1, n_head=2)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_steps_tokens_with_a_loss_are_counted_for_every_model(tmp_path, name):
+    """Each row's first token has none, though it has a label."""
+    trainer = made(tmp_path, model=MODELS[name]())
+    trainer.callback_handler.train_dataloader = trainer.get_train_dataloader()
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]])
+    batches = [{"input_ids": ids, "labels": ids.clone()} for _ in range(2)]
+    batches[1]["labels"][:, :2] = -100
+    _, count = trainer.get_batch_samples(iter(batches), 2, torch.device("cpu"))
+    assert count == 2 * 3 + 2 * 2
 
 
 def test_an_evaluations_accuracy_is_a_mean_over_tokens_not_over_batches(tmp_path):

@@ -5,7 +5,8 @@ pass.
 
 Library: TRL 1.16, kernels/chunked_logprob.py; DeepSpeed 0.19.8, runtime/zero/parameter_offload.py.
 Upstream: none found.
-Here: accelerate compiles each decoder layer, not the model as a whole.
+Here: accelerate compiles each decoder layer, not the model as a whole. In November 2026 that was not enough on a CPU:
+    the grid's `test_stage_3_is_compiled_by_layers` ends with the same error.
 
 See it: one process, a model, and rows of text
 
@@ -13,7 +14,6 @@ See it: one process, a model, and rows of text
 
     args = SFTConfig(deepspeed="zero3.json", torch_compile=True, torch_compile_backend="aot_eager", max_steps=2)
     SFTTrainer("Qwen/Qwen3-0.6B", args=args, train_dataset=rows).train()
-    # ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true in the environment: it trains
 """
 
 import os
