@@ -131,7 +131,7 @@ def _recipe_of(folder: Path, overrides: list[str], is_adapter: bool) -> tuple[Re
 
 
 def load_tokenizer(target: Target) -> Tokenizer:
-    """The model's, else its base's. Raises Refusal if their tokens differ."""
+    """Load the model's tokenizer, else its base's. Raises Refusal if their tokens differ."""
     is_own = has_tokenizer(target.folder)
     place = str(target.folder) if is_own else target.base
     if place is None:  # transformers would make one without a word
@@ -151,7 +151,7 @@ def load_tokenizer(target: Target) -> Tokenizer:
 def load(
     target: Target, tokenizer: Tokenizer, device: str, base_in: str | None = None, merge_into: str | None = None
 ) -> PreTrainedModel:
-    """The model as it is saved, or its base in the dtype `base_in`, with a row for each of the model's tokens.
+    """Load the model as it is saved, or its base in the dtype `base_in`, with a row for each of the model's tokens.
 
     An adapter's base has the dtype of the recipe, and is quantized as in training.
     `merge_into`: instead of quantized weights, "dequantized": what they stand for; "base": those that were quantized.
@@ -195,7 +195,7 @@ def load(
 
 
 def read_questions(target: Target, tokenizer: Tokenizer) -> list[Sample]:
-    """The prompts of `sample_prompts`, references tokenized as in training. Raises Refusal."""
+    """Read the prompts of `sample_prompts`, references tokenized as in training. Raises Refusal."""
     settings = target.settings
     training_args = trl_arguments(settings, target.recipe.path).training
     prompts = settings.sample_prompts

@@ -87,7 +87,7 @@ NOT_REHEARSED = ("--num_processes", "--hosts", "--machine_rank")
 
 
 def rehearsal_of(launch: str, gpus: int) -> str:
-    """What to type before a launch (`zero-recipes train RECIPE ...`)."""
+    """Write the rehearsal's command, to be typed before a launch (`zero-recipes train RECIPE ...`)."""
     words = iter(shlex.split(launch)[2:])
     kept = []
     for word in words:

@@ -37,7 +37,7 @@ def _refuse_unquoted(value: Any) -> Any:
 
 
 def shell_word(text: Any) -> Markup:
-    """One word for bash, on one line whatever is in it."""
+    """Write one word for bash, on one line whatever is in it."""
     text = str(text)
     if text.isprintable():
         return Markup(shlex.quote(text))
@@ -49,7 +49,7 @@ def shell_word(text: Any) -> Markup:
 
 
 def shell_command(words: list[str]) -> Markup:
-    """One line. A word that is Markup is the shell's own, such as a variable."""
+    """Write a command on one line. A word that is Markup is the shell's own, such as a variable."""
     return Markup(" ".join(word if isinstance(word, Markup) else shell_word(word) for word in words))
 
 
@@ -62,12 +62,12 @@ def kubernetes(script: Any) -> Markup:
 
 
 def scalar(text: Any) -> Markup:
-    """A text in YAML, whatever is in it."""
+    """Write a text in YAML, whatever is in it."""
     return Markup(yaml.safe_dump(str(text), default_style='"', width=float("inf")).strip())
 
 
 def mapping(key: str, text: str, indent: int) -> Markup:
-    """A key with a text, as a block of lines where that holds it."""
+    """Write a key with a text in YAML, as a block of lines where that holds it."""
     is_lines = all(letter.isprintable() or letter == "\n" for letter in text)  # YAML knows line breaks of its own
     style = "|" if is_lines else '"'
     shown = yaml.safe_dump({key: text}, default_style=style, allow_unicode=is_lines, width=float("inf"))
@@ -75,6 +75,6 @@ def mapping(key: str, text: str, indent: int) -> Markup:
 
 
 def comment(text: Any) -> Markup:
-    """The rest of a line."""
+    """Write a text as the rest of a line that begins with #."""
     shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(text))
     return Markup(shown)

@@ -170,7 +170,7 @@ def resume_command(target: Path, batch: Batch, strategy: str) -> str:
 
 
 def strategy_of(source_config: dict[str, Any], stage: int) -> str:
-    """The accelerate file's name. Offload and bf16 states are kept.
+    """Name the accelerate file for the new checkpoint. Offload and bf16 states are kept.
 
     Stage 1 has no file for either, and no file has both: fp32 takes bf16 states exactly.
     """

@@ -120,7 +120,7 @@ def launched(
     overrides: list[str],
     console: Console,
 ) -> Metrics:
-    """Measurements or failure.
+    """Launch one run. Returns its measurements, or its failure.
 
     No weights are saved unless `overrides` or the run say so.
     """
@@ -151,7 +151,10 @@ def row_of(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
 
 
 def refuse_own_ds_config(recipe: Path, settings: Settings) -> None:
-    """It would clash with a strategy's, or train by it in a row that is called ddp."""
+    """Refuse a recipe's own ds_config.
+
+    It would clash with a strategy's, or train by it in a row that is called ddp.
+    """
     if settings.deepspeed is not None:
         raise refusal("ZR861", recipe=recipe)
 
@@ -179,7 +182,7 @@ def environment_of(folder: Path, threads: int) -> dict[str, str]:
 
 
 def started(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
-    """A process in a session of its own: Ctrl-C at the terminal does not reach it."""
+    """Start a process in a session of its own: Ctrl-C at the terminal does not reach it."""
     return subprocess.Popen(
         command,
         env=environment,
@@ -258,7 +261,7 @@ class SweepRun:
 
 
 def runs_of(configs: Mapping[str, Path], sets: Sequence[str]) -> list[SweepRun]:
-    """One run a strategy and combination of values. `configs`: {strategy: accelerate file}.
+    """List the runs of a sweep, one a strategy and combination of values. `configs`: {strategy: accelerate file}.
 
     Raises Refusal for an unknown key. Each run checks its own values.
     """

@@ -138,7 +138,7 @@ def _measure(
 def candidates(
     recipe: Recipe, processes: int, capacity: int, device: str, strategies: Sequence[str] | None
 ) -> list[sweep.SweepRun]:
-    """What fits by the plan's formulas. Raises Refusal if nothing fits.
+    """List what fits by the plan's formulas. Raises Refusal if nothing fits.
 
     First the recipe as it is, then packs, then what differs from the recipe in one way, then in two.
     """
@@ -178,7 +178,7 @@ def _fitting(job: Job, ds_config: dict[str, Any] | None, predict: Predictor, cap
 
 
 def batches(recipe: Recipe, processes: int) -> list[dict[str, Any]]:
-    """Keys that split the same global batch: packs, the recipe's own ({}), other micro batches."""
+    """List keys that split the same global batch: packs, the recipe's own ({}), other micro batches."""
     settings = recipe.settings
     micro = settings.per_device_train_batch_size
     replicas = processes // settings.sequence_parallel_size
@@ -225,7 +225,7 @@ def pack_lengths(recipe: Recipe, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def described(run: sweep.SweepRun) -> str:
-    """E.g. zero2, packs of 400, 1 x 2."""
+    """Name a run in words, e.g. "zero2, packs of 400, 1 x 2"."""
     values = run.values
     words = [run.strategy]
     if not values:
@@ -286,7 +286,7 @@ MEASURED = [
 
 
 def halved(field: Sequence[sweep.SweepRun], measure: Callable[..., Row], seconds: float, console: Console) -> list[Row]:
-    """All rows, the fastest first, later rounds before earlier ones.
+    """Measure the candidates in rounds. Returns all rows, the fastest first, later rounds before earlier ones.
 
     `measure`: takes a candidate, steps and its place ("1/9").
     The first round may take half of the time: its steps are fewer where all would not fit.
@@ -357,7 +357,7 @@ def header(rows: Sequence[Row], processes: int) -> list[str]:
 
 
 def tuned(recipe: Recipe, run: sweep.SweepRun, header: Sequence[str]) -> str:
-    """The recipe's keys with what the run changed."""
+    """Write the recipe's keys with what the run changed."""
     keys = without_tokens(yaml.safe_load(recipe.path.read_text()) | dict(run.values))
     comments = [f"# {line}\n" for line in header]
     return "".join(comments) + yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)

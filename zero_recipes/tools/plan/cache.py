@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
 
 
 def cached(make: Callable[[], Any], *dependencies: Any) -> Any:
-    """What `make` returns, through JSON, or has returned to an earlier program for the same `dependencies`."""
+    """Return what `make` returns, through JSON, or has returned to an earlier program for the same `dependencies`."""
     key = hashlib.sha256(json.dumps([*dependencies, versions()], sort_keys=True).encode()).hexdigest()
     path = FOLDER / f"{key}.json"
     with suppress(OSError, ValueError):  # missing, or incomplete

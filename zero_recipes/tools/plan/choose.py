@@ -196,7 +196,10 @@ def make_row(request: PlanRequest, job: Job, predict: Predict) -> Row:
 
 
 def rows_of(request: PlanRequest, jobs: Sequence[Job], predict: Predict) -> list[Row]:
-    """Changes are looked for where one count is requested, or nothing fits, on the most GPUs."""
+    """Make a row of each job, with changes under which it fits.
+
+    They are looked for where one count is requested, or nothing fits, on the most GPUs.
+    """
     rows = [make_row(request, job, predict) for job in jobs]
     if len(request.counts) > 1 and fewest_gpus(rows) is not None:
         return rows
@@ -273,8 +276,9 @@ def on_each_machine(rows: Sequence[Row], gpu: Gpu) -> list[Recommendation]:
 
 
 def best_machine(machines: Sequence[Recommendation], by_price: bool) -> Recommendation:
-    """The fewest GPUs that do, or those on which a token costs least: at nearly that price, those that fit for sure.
+    """Recommend a machine: the fewest GPUs that do, or those on which a token costs least.
 
+    At nearly that price, those that fit for sure.
     The most where nothing fits.
     """
 

@@ -49,7 +49,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def answer_by(
     predict: Predict, arguments: argparse.Namespace, request: PlanRequest, limits: bool = True
 ) -> show.Answer:
-    """Searches go by formulas. `limits`: whether those of `--max` are looked for."""
+    """Make the whole plan by `predict`. Searches go by formulas.
+
+    `limits`: whether those of `--max` are looked for.
+    """
     guess = Predictor(quick=True)
     jobs, excluded = request.jobs()
     rows = rows_of(request, jobs, predict)
@@ -69,7 +72,7 @@ def answer_by(
 def simulated(
     draft: show.Answer, arguments: argparse.Namespace, predict: Predictor, progress: Progress = lambda job, left: None
 ) -> show.Answer:
-    """All that the formulas name is simulated side by side."""
+    """Make the plan anew by the simulated engine. All that the formulas name is simulated side by side."""
     rows = [*draft.rows, *draft.lighter.values()]
     if draft.better:
         rows.append(draft.better)

@@ -110,12 +110,12 @@ class Sizes:
         return self.loaded
 
     def tokens_of(self, batch: int) -> int:
-        """One rank's, of so many of the longest sequences."""
+        """Tokens of one rank, of so many of the longest sequences."""
         return batch * self.length // self.job.sequence_parallel
 
     @property
     def linear(self) -> int:
-        """Weights that bitsandbytes packs."""
+        """Elements of the weights that bitsandbytes packs."""
         return self.shape.packed if self.job.quantizes else 0
 
     def stored(self, width: int, trained: int = 0) -> float:
@@ -304,7 +304,7 @@ class Sizes:
         return {"all_gather": gathered, "reduce_scatter": scattered}
 
     def activations(self) -> float:
-        """Kept for backward: L layers, or with recomputation L inputs and one layer (table 2)."""
+        """Bytes kept for backward: L layers, or with recomputation L inputs and one layer (table 2)."""
         one_input = self.width * self.tokens * self.shape.hidden
         one_layer = self.layer(self.tokens)
         if self.job.recomputes:
@@ -393,7 +393,7 @@ class Sizes:
         return int(self.rows * self.shape.flops.of_step(self.length, self._squares(), again, in_attention))
 
     def kernel_flops(self) -> float:
-        """The part that a kernel of attention computes."""
+        """FLOPs of a step that a kernel of attention computes."""
         if self.is_eager:
             return 0
         again = int(self.job.recomputes) + 1 / 2
@@ -435,7 +435,7 @@ def add_workspaces(found: dict[str, Any], size: int) -> None:
 
 
 def prediction_of(job: Job, weights: int, saved: int, host: tuple[float, float], **found: Any) -> Prediction:
-    """What formulas or the simulated engine `found`, and what follows from it."""
+    """Make a prediction of what formulas or the simulated engine `found`, and of what follows from it."""
     add_workspaces(found, THREADS * job.workspace)
     load, training = host
     here = job.ranks_per_node

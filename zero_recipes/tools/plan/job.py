@@ -100,7 +100,7 @@ class Job:
 
     @property
     def zero(self) -> DsConfig:
-        """An empty one without DeepSpeed."""
+        """The ds_config; an empty one without DeepSpeed."""
         return DsConfig(self.ds_config or {})
 
     @property
@@ -187,14 +187,14 @@ class Job:
         return cls(**(written | {"settings": Settings(written["settings"])}))
 
     def key(self, versions: dict[str, str]) -> str:
-        """Name of the cached answer: a hash of everything that it depends on."""
+        """The name of the cached answer: a hash of everything that it depends on."""
         settings = {key: value for key, value in vars(self.settings).items() if key not in NO_PART}
         dependencies = [vars(self) | {"settings": settings}, versions]
         return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    """Cached, because TRL's parser imports torch and transformers."""
+    """Read a recipe. It is cached, because TRL's parser imports torch and transformers."""
     mapping = recipes.recipe_in_force(path)
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -366,7 +366,7 @@ class PlanRequest:
         return why_not(job)
 
     def command(self, job: Job) -> str:
-        """What to type: the recipe's own values are left out, what the plan changed is added."""
+        """Write the command of a job: the recipe's own values are left out, what the plan changed is added."""
         settings = self.recipe.settings
         path = self.recipe.path
         argv = ["zero-recipes", "train", path.name if path.is_relative_to(FILES) else str(path)]
@@ -453,7 +453,7 @@ def _files(name: str, kind: str) -> list[list[Any]]:
 
 
 def in_own_dtype(job: Job) -> Job:
-    """Frozen weights in bf16 if products are: otherwise `check` warns (ZR417)."""
+    """Load frozen weights in bf16 if products are: otherwise `check` warns (ZR417)."""
     settings = job.settings
     converts = job.ds_config is not None or job.is_fsdp
     if settings.use_peft and settings.precision == "bf16" and (settings.load_in_4bit or not converts):
@@ -477,7 +477,7 @@ def warned(job: Job) -> bool:
 
 
 def why_not(job: Job) -> str | None:
-    """What it would be refused for, or would gain nothing by."""
+    """Say what a job would be refused for, or would gain nothing by; None where there is nothing."""
     zero = job.zero
     is_plus_plus = zero.hpz_partition_size != 1 or zero.quantizes_weights or zero.quantizes_gradients
     if not (is_plus_plus or zero.on_nvme or zero.bf16_masters or zero.autocast):

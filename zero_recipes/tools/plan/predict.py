@@ -57,7 +57,7 @@ class Predictor:
         return missing
 
     def prepare(self, jobs: Sequence[Job], progress: Progress = lambda job, left: None) -> None:
-        """Simulations run side by side. Raises Refusal."""
+        """Simulate jobs side by side, so that each is predicted at once afterwards. Raises Refusal."""
         missing = self.missing(jobs)
         if not missing:
             return

@@ -23,7 +23,7 @@ def shape_of(config: Mapping[str, Any], settings: Settings) -> "Shape":
 
 @dataclass(frozen=True)
 class Shape:
-    """LoRA's adapter included. Counts are elements; widths are elements per token."""
+    """The shape of a model, LoRA's adapter included. Counts are elements; widths are elements per token."""
 
     tensors: Sequence[capacity.SwapTensor]
     parameters: int

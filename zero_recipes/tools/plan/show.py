@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def recommended(self) -> Row:
-        """The first there is; a row where nothing fits."""
+        """The row to run: what is better, what was changed or what was chosen; any row where nothing fits."""
         change = self.advice.change
         if self.better:
             return self.better
@@ -214,7 +214,7 @@ def _of_fits(rows: Iterable[Row]) -> list[str]:
 
 
 def difference(old: Job, new: Job) -> str:
-    """What is set otherwise: "zero3 and activation checkpointing"."""
+    """Name what is set otherwise in another job: "zero3 and activation checkpointing"."""
     before = old.settings
     after = new.settings
     parts = []

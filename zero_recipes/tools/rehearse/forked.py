@@ -78,7 +78,7 @@ class ForkServer:
         return ForkedLaunch(self, ours)
 
     def kill_ranks(self) -> None:
-        """SIGKILL, for all that run at once: none may notice that another has ended, and say so."""
+        """Kill all ranks at once with SIGKILL: none may notice that another has ended, and say so."""
         ranks = psutil.Process(self.process.pid).children()
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -206,7 +206,10 @@ def cpu_words(settings: Settings) -> tuple[list[str], list[str]]:
 
 
 def launch_all(rehearsal: Rehearsal, folder: Path, console: Console) -> dict[str, Ran]:
-    """Up to one that fails and that others go on from. The first is a launch as it is, the others are forked."""
+    """Launch in order, up to one that fails and that others go on from.
+
+    The first is a launch as it is, the others are forked.
+    """
     ran: dict[str, Ran] = {}
     with fork_server(rehearsal, folder) as server:
         for name in rehearsal.launches:

@@ -29,7 +29,7 @@ def batches_file(rank: int) -> str:
 
 @contextlib.contextmanager
 def observing() -> Iterator[None]:
-    """Trainings inside write down what they start from, what they are given, and what they come to."""
+    """Observe trainings inside: they write down what they start from, what they are given, and what they come to."""
     from unittest.mock import patch
 
     from zero_recipes.training.trainer import ZeroSFTTrainer
@@ -139,7 +139,7 @@ def whole_weights(model, trained_only: bool) -> Iterator[tuple[str, Any]]:
 
 
 def load_run_sft() -> ModuleType:
-    """The program itself."""
+    """Load the program run_sft.py as a module."""
     from zero_recipes.core.files import at_hand
 
     spec = importlib.util.spec_from_file_location("run_sft", at_hand("run_sft.py"))

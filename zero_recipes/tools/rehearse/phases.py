@@ -196,7 +196,7 @@ def broken(phase: str, error: str, folder: Path) -> Refusal:
 
 
 def sampled(rehearsal: Rehearsal, ran: Runs) -> str:
-    """Each metric has a score for each answer, also for an empty one, which a small model seldom gives."""
+    """Check that each metric has a score for each answer, also for an empty one, which a small model seldom gives."""
     settings = rehearsal.settings
     rows = read_samples(ran["whole"].folder / "samples.jsonl")
     findings = []
@@ -219,7 +219,7 @@ def verified(rehearsal: Rehearsal, ran: Runs) -> str:
 
 
 def scheduled(rehearsal: Rehearsal, _: Runs) -> str:
-    """The real job's learning rate reaches its peak, and arrives at its end with the last step."""
+    """Check that the real job's learning rate reaches its peak, and arrives at its end with the last step."""
     settings = rehearsal.settings
     steps = settings.max_steps
     if steps <= 0:
@@ -235,7 +235,7 @@ def scheduled(rehearsal: Rehearsal, _: Runs) -> str:
 
 
 def equal_to_plain_torch(rehearsal: Rehearsal, ran: Runs) -> str:
-    """Plain torch takes the same steps in one process, and comes to the same."""
+    """Check that plain torch, which takes the same steps in one process, comes to the same."""
     out = ran[EQUAL].folder
     words = [*rehearsal.words, *rehearsal.launches[EQUAL], "--output_dir", str(out)]
     settings = parse_recipe(rehearsal.recipe, recipe_in_force(rehearsal.recipe), words).settings
@@ -243,7 +243,7 @@ def equal_to_plain_torch(rehearsal: Rehearsal, ran: Runs) -> str:
 
 
 def resumed_alike(_: Rehearsal, ran: Runs) -> str:
-    """The killed and resumed run is the uninterrupted one, bit for bit."""
+    """Check that the killed and resumed run is the uninterrupted one, bit for bit."""
     one = outcome(ran["whole"])
     other = outcome(ran["resumed"])
     different = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
@@ -261,7 +261,7 @@ def outcome(ran: Ran) -> dict:
 
 
 def resumed_on_fewer(_: Rehearsal, ran: Runs) -> str:
-    """The losses go on as those of twice as many ranks."""
+    """Check that the losses go on as those of twice as many ranks."""
     one = ran["whole"].metrics.losses
     other = ran["fewer"].metrics.losses
     apart = max(abs(other.get(step, 0.0) / loss - 1) for step, loss in one.items())

@@ -124,7 +124,10 @@ def import_libraries(argv: list[str]) -> str:
 
 
 def can_fork(device: str) -> bool:
-    """Not with threads, which a fork has not; and not where CUDA was begun, which no fork can begin again."""
+    """Whether this process can fork: not with threads, which a fork has not, and not where CUDA was begun.
+
+    No fork can begin CUDA again.
+    """
     if threading.active_count() > 1:
         return False
     if device == "cpu":

@@ -91,8 +91,9 @@ def cut_layers(config: PretrainedConfig, layers: int) -> list[str]:
 
 
 def cut_width(config: PretrainedConfig, shares: int) -> list[str]:
-    """Heads stay in proportion to key and value heads, other widths to the hidden size. Returns what was cut.
+    """Make the model narrow. Returns what was cut.
 
+    Heads stay in proportion to key and value heads, other widths to the hidden size.
     `shares`: ranks that share the heads.
     """
     cuts = []
@@ -130,5 +131,5 @@ def cut_width(config: PretrainedConfig, shares: int) -> list[str]:
 
 
 def narrowed(value: int, share: float) -> int:
-    """A multiple of 8."""
+    """Scale a width, to a multiple of 8."""
     return max(8, 8 * round(value * share / 8))

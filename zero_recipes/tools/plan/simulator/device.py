@@ -16,7 +16,7 @@ BLOCK = 512  # bytes: c10/cuda/CUDACachingAllocator.cpp rounds every allocation 
 
 
 def answers(value: Any = None):
-    """A method that takes anything and answers this."""
+    """Make a method that takes anything and answers this."""
     return lambda self, *_, **__: value
 
 

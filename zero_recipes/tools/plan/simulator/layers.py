@@ -13,7 +13,7 @@ TOLERANCE = 0.001  # of the peak
 
 
 def layers_to_simulate(job: "Job") -> tuple[int, ...]:
-    """Numbers of layers; empty where the model is simulated as it is.
+    """Choose the numbers of layers to simulate; empty where the model is simulated as it is.
 
     Stage 3 keeps gathered layers up to a limit, which a few do not reach.
     """

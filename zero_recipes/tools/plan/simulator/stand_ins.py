@@ -34,12 +34,15 @@ def answer_for_number(func, args: tuple) -> float | int | bool:
 
 
 def no_addresses() -> None:
-    """DeepSpeed 0.19 (zero/stage3.py, zero/partition_parameters.py) compares `data_ptr()`s, which fake tensors lack."""
+    """Give tensors an address: DeepSpeed 0.19 compares `data_ptr()`s, which fake tensors lack.
+
+    See zero/stage3.py and zero/partition_parameters.py.
+    """
     torch.Tensor.data_ptr = lambda tensor: tensor.untyped_storage()._cdata
 
 
 def no_kernels() -> None:
-    """DeepSpeed 0.19 (comm/torch.py `TorchBackend`) compiles a kernel for half a minute as the process group starts."""
+    """Compile no kernel for the process group: DeepSpeed 0.19 (comm/torch.py `TorchBackend`) takes half a minute."""
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 

@@ -82,7 +82,7 @@ LEFT_OUT = {
 
 
 def run(task: dict, answer: TextIO) -> NoReturn:
-    """A fork's whole life. `answer`: takes JSON; `error` in it says what went wrong."""
+    """Simulate one task: a fork's whole life. `answer`: takes JSON; `error` in it says what went wrong."""
     end_with_parent()
     try:
         job = Job.from_dict(task["job"])
@@ -261,7 +261,7 @@ class Watch(TrainerCallback):
                 parameter.register_post_accumulate_grad_hook(self._own_gradient)
 
     def record(self, name: str) -> None:
-        """Allocated bytes after a phase (in place of StageMetricsCallback.record)."""
+        """Keep the allocated bytes after a phase (in place of StageMetricsCallback.record)."""
         self.bytes[name] = self.tracker.live
 
     def _own_gradient(self, parameter: torch.Tensor) -> None:
@@ -312,7 +312,7 @@ class Watch(TrainerCallback):
             tracker.assign(weight_tensors(parameters, optimizer), "params")
 
     def evaluate(self, rows: Dataset) -> None:
-        """One batch, as the Trainer's loop takes it."""
+        """Evaluate one batch, as the Trainer's loop takes it."""
         trainer = self.trainer
         trainer.token_weights.begin_evaluation()
         batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader(rows))))
