@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    """A model whose parts on two ranks reach 1 MiB, below which DeepSpeed swaps nothing."""
+    """A model of one layer whose parts on two ranks reach 1 MiB, below which DeepSpeed swaps nothing."""
     folder = tmp_path_factory.mktemp("infinity")
-    model = write_model(folder / "large", hidden=512, intermediate=2304)
+    model = write_model(folder / "large", hidden=512, intermediate=2304, layers=1)
     return write_recipe(folder, model_name_or_path=str(model), max_steps=STEPS, per_device_train_batch_size=1)
 
 

@@ -1,13 +1,14 @@
 """A model folder and a data folder made in a second, for tests of the engine: odd sizes, rows of very uneven length."""
 
 import dataclasses
+import functools
 import json
 import random
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaConfig, PreTrainedTokenizerBase
 
 from zero_recipes.config.keys import dataclasses_of_a_recipe
 from zero_recipes.config.settings import Settings
@@ -29,8 +30,14 @@ def write_model(
     config |= {"num_hidden_layers": layers, "num_attention_heads": 4, "max_position_embeddings": 256, "bos_token_id": 0}
     config |= {"eos_token_id": 0, "pad_token_id": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"], **config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
     return folder
+
+
+@functools.cache
+def _tokenizer() -> PreTrainedTokenizerBase:
+    """The tiny world's, to be saved as it is."""
+    return AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
 
 
 def llama_config(**sizes) -> LlamaConfig:

@@ -9,10 +9,13 @@ import pkgutil
 import re
 import signal
 import traceback
+import typing
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from fsspec import spec
 
@@ -88,11 +91,26 @@ def remember() -> None:
 
     Installed packages' metadata, which each question for a version parses anew, and compiled patterns.
 
+    And the types of a class's fields, which each parser of a recipe asks for.
+
     A package folder that a test makes has a path of its own. Of patterns Python keeps 512, and transformers' and
     datasets' are more than that; of each folder of rows datasets asks for some sixty names, several times a run.
     """
     parse = metadata.PathDistribution.metadata.fget
     parsed = functools.cache(lambda path: parse(metadata.PathDistribution(path)))
     metadata.PathDistribution.metadata = property(lambda self: parsed(self._path))
+    typing.get_type_hints = _types_kept(typing.get_type_hints)
     spec.glob_translate = functools.cache(spec.glob_translate)
     re._MAXCACHE = 2**14
+
+
+def _types_kept(get_type_hints: Callable[..., dict]) -> Callable[..., dict]:
+    """The same, with the answer for a class kept."""
+    of_class = functools.lru_cache(256)(get_type_hints)
+
+    def types(of: Any, *arguments: Any, **keywords: Any) -> dict:
+        if arguments or keywords or not isinstance(of, type):
+            return get_type_hints(of, *arguments, **keywords)
+        return dict(of_class(of))
+
+    return types
