@@ -18,8 +18,8 @@ from tests.helpers.interrupted import run_with_pauses
 from tests.helpers.resuming import SAVED_AT, STEPS, resume_recipe
 from tests.helpers.tiny import arguments, write_rows
 from tests.helpers.tools import contents, flip
-from zero_recipes.checkpoint.output_dir import LOCK
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
+from zero_recipes.core.folder_lock import LOCK
 
 RESUME = ("--resume_from_checkpoint", "true")
 
