@@ -10,8 +10,8 @@ import sys
 from zero_recipes.config.command_line import split_command_line
 from zero_recipes.config.recipe import recipe_in_force
 from zero_recipes.core.findings import raise_errors, shown
-from zero_recipes.core.process import PhaseClock, age, end_with_launcher, escape_unprintable, leave, say
-from zero_recipes.core.run_end import print_ending
+from zero_recipes.core.process import PhaseClock, age, end_with_launcher, escape_unprintable, say
+from zero_recipes.core.run_end import run_to_end
 from zero_recipes.engine.warnings import quiet_imports
 
 
@@ -65,9 +65,4 @@ def train(run, clock: PhaseClock | None = None):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (Exception, KeyboardInterrupt) as ending:
-        # the interpreter's own end may wait in NCCL for ranks that are in a collective
-        leave(print_ending(ending, tracebacks="--traceback" in sys.argv))
-    leave(0)
+    run_to_end(main, sys.argv[1:])

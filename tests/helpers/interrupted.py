@@ -18,8 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import run_sft
 from tests.helpers.tools import before
 from tests.helpers.worker import enter
-from zero_recipes.core.process import leave
-from zero_recipes.core.run_end import print_ending
 
 RANK_0_ONLY = ("manifest", "replace", "rotation")
 PLACES = ("step", "begun", "weights", "optimizer", "random", *RANK_0_ONLY)  # in the order in which a run reaches them
@@ -147,11 +145,7 @@ def run_with_pauses(
 
 
 def main(argv: list[str]) -> None:
-    try:
-        run_sft.main(argv)
-    except Exception as ending:
-        leave(print_ending(ending))
-    leave(0)
+    run_to_end(run_sft.main, argv)
 
 
 if __name__ == "__main__":

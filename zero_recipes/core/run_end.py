@@ -6,11 +6,13 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import Refusal, shown
-from zero_recipes.core.process import escape_unprintable, rank, wait_for_rank_0
+from zero_recipes.core.process import escape_unprintable, leave, rank, wait_for_rank_0
 
 # exit codes
 FAILED = 1
@@ -39,6 +41,21 @@ class Preempted(RunFailed):
 
 class PeerFailed(RuntimeError):
     """The failure of another rank, or its death: never the cause of a run's end. It is one line, no traceback."""
+
+
+def run_to_end(main: Callable[[list[str]], None], argv: list[str]) -> NoReturn:
+    """Run a program, and end this process with its exit code. Why it ends early is printed.
+
+    Args:
+        main: the program.
+        argv: its command line; with `--traceback` all that is raised is printed whole.
+    """
+    try:
+        main(argv)
+    except (Exception, KeyboardInterrupt) as error:
+        # the interpreter's own end may wait in NCCL for ranks that are in a collective
+        leave(print_ending(error, tracebacks="--traceback" in argv))
+    leave(0)
 
 
 def print_ending(error: BaseException, tracebacks: bool = False) -> int:

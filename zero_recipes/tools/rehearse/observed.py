@@ -162,11 +162,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from zero_recipes.core.process import leave
-    from zero_recipes.core.run_end import print_ending
+    from zero_recipes.core.run_end import run_to_end
 
-    try:
-        main(sys.argv[1:])
-    except (Exception, KeyboardInterrupt) as ending:
-        leave(print_ending(ending, tracebacks="--traceback" in sys.argv))
-    leave(0)
+    run_to_end(main, sys.argv[1:])
