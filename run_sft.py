@@ -16,8 +16,10 @@ from zero_recipes.engine.warnings import quiet_imports
 
 
 def main(argv: list[str]) -> None:
+    """Train what a command line asks for, on one rank of its launch."""
     clock = PhaseClock(age())
     end_with_launcher()
+    escape_unprintable()
     run = read_run(argv)
     from zero_recipes.engine.group import process_group
 
@@ -28,21 +30,22 @@ def main(argv: list[str]) -> None:
 
 
 def read_run(argv: list[str]):
-    """What the command line asks for. Refuses what needs no process group to refuse, and touches nothing."""
-    escape_unprintable()
+    """Resolve what a command line asks for, and refuse what cannot run. Nothing is touched."""
     path, overrides = split_command_line(argv)
     recipe_file = recipe_in_force(path)  # before torch is imported
     with quiet_imports():
-        from zero_recipes.checks.preflight import preflight
-    run, findings = preflight(path, recipe_file, overrides, os.environ)  # resolved, and checked
+        from zero_recipes.checks.preflight import check
+        from zero_recipes.checks.resolve import resolve
+    resolved = resolve(path, recipe_file, overrides, os.environ)
+    findings = check(resolved)
     raise_errors(findings)
     if findings:
         say(shown(findings))
-    return run
+    return resolved.run
 
 
 def train(run, clock: PhaseClock | None = None):
-    """One run in its process group. Returns the trainer, its group still alive."""
+    """Train one run in its process group. Returns the trainer, its group still alive."""
     from zero_recipes.training.inputs import load_model, prepare_inputs
     from zero_recipes.training.session import Session
     from zero_recipes.training.trainer import ZeroSFTTrainer
@@ -50,14 +53,13 @@ def train(run, clock: PhaseClock | None = None):
     clock = clock or PhaseClock()
     with Session(run, clock) as session:  # the lock on the folder, and the record of a failure
         run = session.choose_checkpoint()
-        inputs = prepare_inputs(run, clock)
+        inputs = prepare_inputs(run, clock)  # the rows, and what the libraries are told
         model = load_model(run, inputs, clock)  # the last that can refuse: nothing on disk is touched so far
         run = session.claim(inputs, model)  # from here on the folder is ours
         trainer = ZeroSFTTrainer.for_run(run, inputs, model, session.metrics, clock)
         session.show_trained(trainer.model)
         trainer.train(run.checkpoint)
-        session.progress("the model is not saved")  # what is measured is kept, whatever fails from here on
-        session.progress(trainer.save_verified() if run.settings.save_model else "no model was to be saved")
+        session.save_model(trainer)
         trainer.sample_after()
         session.finish()
         session.push_if_requested(inputs)

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import run_sft
 from tests.helpers.tools import before
 from tests.helpers.worker import enter
+from zero_recipes.core.run_end import run_to_end
 
 RANK_0_ONLY = ("manifest", "replace", "rotation")
 PLACES = ("step", "begun", "weights", "optimizer", "random", *RANK_0_ONLY)  # in the order in which a run reaches them

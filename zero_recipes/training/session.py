@@ -101,7 +101,15 @@ class Session:
         if rank() == 0:
             print(f"{'trains':<14}{trained_parts(model)}", flush=True)
 
-    def progress(self, saved: str) -> None:
+    def save_model(self, trainer) -> None:
+        """Let a ZeroSFTTrainer save and verify its model where the recipe wants it. What is measured is kept, whatever fails now."""
+        self._progress("the model is not saved")
+        if self.run.settings.save_model:
+            self._progress(trainer.save_verified())
+        else:
+            self._progress("no model was to be saved")
+
+    def _progress(self, saved: str) -> None:
         """Keep what is measured so far. `saved`: what is known of the model."""
         self.saved = saved
         self.metrics.write("running", saved)
