@@ -74,6 +74,11 @@ def test_accelerate_alone_does_not_shard_on_a_cpu(two, recipe, tmp_path):
     assert [rank["placements"] for rank in ranks] == [["None"]] * 2
 
 
+def test_a_sharded_model_is_saved_under_the_names_of_its_class(trained):
+    names = load_file(trained("fsdp2").folder / "model.safetensors").keys()
+    assert "embed_out.weight" in names and "lm_head.weight" not in names
+
+
 @pytest.mark.private
 def test_transformers_alone_would_save_other_names(two, tmp_path):
     """Fails when transformers knows the class of a sharded model: then faults/fsdp_saved_names.py may go."""
