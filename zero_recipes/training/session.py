@@ -102,7 +102,7 @@ class Session:
             print(f"{'trains':<14}{trained_parts(model)}", flush=True)
 
     def save_model(self, trainer) -> None:
-        """Let a ZeroSFTTrainer save and verify its model where the recipe wants it. What is measured is kept, whatever fails now."""
+        """Let the trainer save its model where the recipe wants it. What is measured is kept, whatever fails now."""
         self._progress("the model is not saved")
         if self.run.settings.save_model:
             self._progress(trainer.save_verified())
