@@ -358,6 +358,16 @@ def test_a_recipe_that_names_its_launch_is_refused_under_any_other(root, named):
     assert list(launch_key_findings(Path("recipe.yaml"), without_number, three)) == []
 
 
+@pytest.mark.parametrize(("launched", "codes"), [("ddp.yaml", ["ZR347"]), (None, [])])
+def test_deepspeed_without_a_file_of_its_own_is_told_from_ddp(root, tmp_path, launched, codes):
+    """Neither launch then names a ds_config."""
+    inline = tmp_path / "inline.yaml"
+    inline.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n")
+    environment = launched_environment(Path("accelerate_configs") / launched if launched else inline, 2)
+    mapping = {"accelerate_config": str(inline), "num_processes": 2}
+    assert [found.code for found in launch_key_findings(Path("recipe.yaml"), mapping, environment)] == codes
+
+
 @pytest.mark.parametrize(
     ("words", "environment", "rank"),
     [
