@@ -78,6 +78,7 @@ def test_what_another_program_and_a_fresh_start_carry(tmp_path):
         (OSError(errno.ENOSPC, "No space left on device"), NotSaved, b""),
         (OSError(errno.EIO, "Input/output error"), NotSaved, b"half of it"),
         (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, b"half of it"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), OSError, b"half of it"),  # memory's fault, not the disk's
         (KeyError("a fault"), KeyError, b"half of it"),
     ],
 )
