@@ -10,6 +10,7 @@ from transformers import Ernie4_5_MoeConfig, T5Config, T5ForConditionalGeneratio
 from tests.helpers.faults import MASTERS, NVME, ds_config, findings_in, found_in, zero
 from tests.helpers.tiny import llama_config, write_recipe
 from zero_recipes.engine.faults.fp32_parameters import fp32_parameters, group_by_dtype
+from zero_recipes.engine.faults.stage_3_one_dtype import one_dtype_of_what_trains
 
 SIZES = {"vocab_size": 1031, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "moe_num_experts": 4}
 FSDP2 = {"fsdp": True}
@@ -114,3 +115,19 @@ def test_a_trained_head_without_a_norm_beside_it(tmp_path):
     lora = {"use_peft": True, "lora_target_modules": ["dense"]}
     assert ("error", "ZR437") not in found(FSDP2 | lora)
     assert ("error", "ZR437") in found(FSDP2 | lora | {"lora_modules_to_save": ["lm_head"]})
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "wanted"),
+    [
+        ([torch.float32, torch.bfloat16], [torch.bfloat16, torch.bfloat16]),
+        ([torch.float32, torch.float32], [torch.float32, torch.float32]),
+        ([torch.bfloat16, torch.float16], [torch.bfloat16, torch.float16]),
+    ],
+)
+def test_an_adapters_matrices_take_the_16_bits_of_what_trains_beside_them(dtypes, wanted):
+    """What is frozen keeps its dtype."""
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in dtypes)
+    model.append(torch.nn.Parameter(torch.ones(2), requires_grad=False))
+    one_dtype_of_what_trains(model)
+    assert [p.dtype for p in model] == [*wanted, torch.float32]
