@@ -32,7 +32,7 @@ def train_profiled(argv: list[str]) -> dict:
     gc.collect()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     masked = without("zero_recipes.engine.attention.attend_by_row")  # the plan counts a mask
-    products = without("zero_recipes.training.inputs.multiply_in_fp32")  # no GPU has its temporary tensors
+    products = without("zero_recipes.engine.speed.cpu_products.multiply_in_fp32")  # no GPU has its temporary tensors
     with masked, products, before(StageMetricsCallback, "on_step_begin", begin), profiler as profiled:
         result = train(argv)
     return {"rises": rises(profiled.profiler.kineto_results.experimental_event_tree()), "metrics": result["metrics"]}

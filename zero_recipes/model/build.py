@@ -1,5 +1,9 @@
-"""transformers' own constructors, called as a recipe asks."""
+"""transformers' own constructors, called as a recipe asks.
 
+They write dtype and attention into the configuration that they are given (5.23): here it is always a copy.
+"""
+
+import copy
 from typing import Any
 
 import torch
@@ -13,7 +17,7 @@ from zero_recipes.model.config import loading_keywords
 def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a configuration's model without weights, on the meta device. Raises what its class raises."""
     with torch.device("meta"), without_deepspeed_announcement():  # one rank alone may build it
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
 
 
 def built_or_none(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel | None:
@@ -29,7 +33,9 @@ def from_config(config: PretrainedConfig, settings: Settings) -> PreTrainedModel
     keywords = loading_keywords(settings)
     if keywords["dtype"] == "auto":  # from_config does not know it
         keywords["dtype"] = config.dtype or torch.float32
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **keywords)
+    return AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), trust_remote_code=settings.trust_remote_code, **keywords
+    )
 
 
 def from_pretrained(config: PretrainedConfig, settings: Settings, **more: Any) -> tuple[PreTrainedModel, dict]:
@@ -46,7 +52,7 @@ def from_pretrained(config: PretrainedConfig, settings: Settings, **more: Any) -
     keywords["ignore_mismatched_sizes"] = True  # refused by name instead
     return AutoModelForCausalLM.from_pretrained(
         settings.model_name_or_path,
-        config=config,
+        config=copy.deepcopy(config),
         revision=settings.model_revision,
         trust_remote_code=settings.trust_remote_code,
         output_loading_info=True,

@@ -1,5 +1,7 @@
 """TRL's SFTTrainer whose losses are token-weighted means over all ranks, and whose steps are measured."""
 
+from collections.abc import Callable
+
 import datasets
 from trl import SFTTrainer
 
@@ -18,15 +20,17 @@ class TokenWeightedTrainer(SFTTrainer):
         arguments, keywords: SFTTrainer's.
         clock: counts the seconds of the run's phases.
         token_metrics: when entropy and accuracy are brought together: "logging_steps" or "micro_batch" (TRL's own).
+        building: a context around TRL's own constructor.
 
     Private: the methods of the Trainer (transformers 5.23, trainer.py) and of SFTTrainer (TRL 1.16) with an underscore
     that are overridden here: no public event comes before an epoch's sampler, or carries a step's gradient norm.
     """
 
-    def __init__(self, *arguments, clock: PhaseClock, token_metrics: str, **keywords):
+    def __init__(self, *arguments, clock: PhaseClock, token_metrics: str, building: Callable, **keywords):
         self._flops_per_token = None
         self._train_sampler = None
-        super().__init__(*arguments, **keywords)
+        with building(), clock.phase("model"):
+            super().__init__(*arguments, **keywords)
         self.stage_metrics = self._find_or_add_metrics()
         self.stage_metrics.clock = clock
         self.stage_metrics.identify(self.args, self.model)

@@ -62,9 +62,8 @@ class ZeroSFTTrainer(TokenWeightedTrainer):
         self.signals = Signals(self.extras.saves_on_signals)
         self.sample_prompts = SamplePrompts(self.extras.samples, self.extras.max_new_tokens, self.extras.metrics)
         self.optimizer_proof = OptimizerProof()
-        clock = self.extras.clock
-        with self.extras.building(), clock.phase("model"):
-            super().__init__(*arguments, clock=clock, token_metrics=self.extras.token_metrics, **keywords)
+        own = {name: getattr(self.extras, name) for name in ("clock", "token_metrics", "building")}
+        super().__init__(*arguments, **own, **keywords)
         self.checkpoints = CheckpointManager(self.args, self.extras.with_checksums, self.extras.refuses_code)
         if is_library:
             patch_libraries(self.stage_metrics.strategy, self.args.device.type, self.args.ddp_timeout)

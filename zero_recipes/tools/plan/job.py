@@ -471,8 +471,9 @@ def warned(job: Job) -> bool:
     if job.settings.joined_by is None:
         return False
     from zero_recipes.checks.rules import packing
+    from zero_recipes.model.meta import MetaModel
 
-    run = replace(_run_of(job), config=SimpleNamespace(**job.config))
+    run = replace(_run_of(job), meta=MetaModel(SimpleNamespace(**job.config), job.settings))
     return any(found.code == "ZR464" for found in packing(run))
 
 
