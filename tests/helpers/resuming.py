@@ -77,6 +77,7 @@ class Shape:
         return resume_recipe(
             folder,
             per_device_train_batch_size=self.micro,
+            warmup_steps=min(2, self.steps - 1),  # the learning rate reaches its peak
             gradient_accumulation_steps=self.accumulation,
             max_steps=self.steps,
             save_steps=self.killed,

@@ -342,6 +342,25 @@ def test_what_another_rank_failed_of_is_one_line(monkeypatch, capsys):
     assert "checkpoint-6" in capsys.readouterr().err
 
 
+def test_a_launcher_never_reads_half_of_a_ranks_message(tmp_path, monkeypatch, capsys):
+    """It reads as soon as another rank is dead."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    was_there = []
+    replace = os.replace
+
+    def replaced(source, target):
+        was_there.append(file.exists())
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    assert print_ending(NotSaved("checkpoint-6 could not be saved")) == 1
+    assert was_there == [False] and "checkpoint-6" in json.loads(file.read_text())["message"]["message"]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file / "below"))
+    assert print_ending(NotSaved("checkpoint-7 could not be saved")) == 1
+    assert "checkpoint-7" in capsys.readouterr().err
+
+
 def test_a_failure_of_an_earlier_version_is_read(tmp_path):
     written = json.loads(failure(1, ValueError("a"), 1.0).model_dump_json())
     del written["is_echo"]

@@ -1,12 +1,12 @@
 """How a run ends: its exit code, the failures that it knows, and what is printed of them."""
 
-import json
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -110,10 +110,11 @@ def _prints(scope: str) -> bool:
 def _tell_launcher(message: str) -> None:
     """accelerate and torchrun turn the exit code into 1, and close with a table that shows what is in this file.
 
-    See torch/distributed/elastic/multiprocessing/errors/error_handler.py.
+    See torch/distributed/elastic/multiprocessing/errors/error_handler.py. A launcher that finds another rank dead reads
+    it at that moment, and ends with a traceback at half a file: it is whole or not there.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with open(error_file, "w") as file:
-            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+        with suppress(OSError):  # the message is printed; a full disk must not hide it
+            write_json(Path(error_file), {"message": {"message": message, "extraInfo": extra}})
