@@ -442,3 +442,8 @@ def test_a_run_goes_on_with_what_its_recipe_ignores(tmp_path, given, code):
     assert (found.code, found.level, found.ignored) == (code, "warning", True)
     others = findings_of(Side(**given | {"ds": {"bf16": {"enabled": None}}}), tmp_path / "other")
     assert [one.code for one in others if one.level == "error"] == ["ZR213"], "and with nothing else"
+
+
+def test_what_cannot_be_ignored_is_refused_whatever_the_recipe_ignores_beside_it(tmp_path):
+    found = findings_of(Side(recipe="ignore: [ZR143, ZR206]", ds={}), tmp_path / "case")
+    assert [(one.code, one.level) for one in found] == [("ZR143", "error")] * 2

@@ -140,10 +140,11 @@ def first_line(error: BaseException) -> str:
 
 
 def downgraded(findings: list[Finding], ignored: Container[str]) -> list[Finding]:
-    """Turn the errors whose codes the recipe ignores into warnings."""
+    """Turn the errors whose codes the recipe ignores, and may ignore, into warnings."""
     found = []
     for finding in findings:
-        if finding.level == "error" and finding.code in ignored:
+        may_be = "ignore" in table().get(finding.code, {})
+        if finding.level == "error" and finding.code in ignored and may_be:
             finding = replace(finding, level="warning", ignored=True)
         found.append(finding)
     return found
