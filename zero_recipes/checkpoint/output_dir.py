@@ -140,6 +140,13 @@ def _refuse_foreign(output_dir: Path) -> None:
             raise _not_kept(output_dir, f"{folder} has no run of zero-recipes")
 
 
+def refuse_taken(run: Run) -> None:
+    """Refuse a run whose folder has what another run has saved, or what this one reads. Touches nothing."""
+    settings = run.recipe.settings
+    inputs = inputs_of(settings, run.recipe.path, run.environment)
+    refuse_occupied(run.output_dir, requested_in(run.output_dir, settings), settings.overwrite, inputs)
+
+
 @contextmanager
 def hold_output_dir(output_dir: Path) -> Iterator[None]:
     """Hold the lock of the output folder within it, on rank 0. Collective.
@@ -166,10 +173,9 @@ def look_again(run: Run) -> Run:
 
 def _checkpoint_now(run: Run) -> str | None:
     """The checkpoint that the run resumes from, looked for again as `preflight` does."""
+    refuse_taken(run)
     settings = run.recipe.settings
     requested = requested_in(run.output_dir, settings)
-    inputs = inputs_of(settings, run.recipe.path, os.environ)
-    refuse_occupied(run.output_dir, requested, settings.overwrite, inputs)
     checkpoint = checkpoint_to_resume(run.output_dir, requested, settings.overwrite, silent=True)
     if checkpoint not in (None, run.checkpoint):
         refuse_misfit(checkpoint, run.settings, run.strategy, run.config)

@@ -6,8 +6,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from zero_recipes.checkpoint.compatibility import fit_findings
-from zero_recipes.checkpoint.output_dir import inputs_of, refuse_occupied
-from zero_recipes.checkpoint.resume import requested_in
+from zero_recipes.checkpoint.output_dir import refuse_taken
 from zero_recipes.checks import deepspeed_objects, trl_objects
 from zero_recipes.checks.adapter_rules import adapter_findings
 from zero_recipes.checks.deepspeed_rules import deepspeed_findings
@@ -115,9 +114,7 @@ def folder_in_use(run: Run) -> Findings:
 
 def folder_occupied(run: Run) -> Findings:
     """Refuse a folder with what another run has saved, or this one reads."""
-    settings = run.recipe.settings
-    inputs = inputs_of(settings, run.recipe.path, run.environment)
-    refuse_occupied(run.output_dir, requested_in(run.output_dir, settings), settings.overwrite, inputs)
+    refuse_taken(run)
     return []
 
 

@@ -1,6 +1,5 @@
 """A model without its weights: its modules, names and shapes, on torch's meta device."""
 
-import contextlib
 import copy
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,7 @@ from zero_recipes.config.ds_config import ModelSize
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal
 from zero_recipes.engine.huggingface import without_deepspeed_announcement
-from zero_recipes.model.build import build_on_meta, from_config, from_pretrained
+from zero_recipes.model.build import built_or_none, from_config, from_pretrained
 from zero_recipes.model.config import load_config
 
 
@@ -33,10 +32,9 @@ class MetaModel:
     @cached_property
     def model(self) -> PreTrainedModel | None:
         """The model, which nobody changes. None where its class raises: making TRL's trainer reports that."""
-        for build in (self._as_asked, self._by_its_class):
-            with contextlib.suppress(Exception):  # a model's own code may raise anything
-                return build()
-        return None
+        if self._as_asked is not None:
+            return self._as_asked
+        return built_or_none(self.config, self.settings.trust_remote_code)
 
     @cached_property
     def size(self) -> ModelSize | None:
@@ -54,20 +52,21 @@ class MetaModel:
         if is_folder and settings.model_init_kwargs and not settings.random_weights:
             with without_deepspeed_announcement():  # one rank alone may build it
                 return from_pretrained(self.config, settings, device_map="meta")[0]
-        if self.model is None or not self._is_as_asked:
-            return self._as_asked()
-        return copy.deepcopy(self.model)
+        if self._as_asked is None:
+            return self._build()
+        return copy.deepcopy(self._as_asked)
 
-    def _as_asked(self) -> PreTrainedModel:
-        """With the recipe's dtype, attention and `model_init_kwargs`."""
-        self._is_as_asked = False
-        with torch.device("meta"), without_deepspeed_announcement():
-            model = from_config(self.config, self.settings)
-        self._is_as_asked = True
-        return model
+    @cached_property
+    def _as_asked(self) -> PreTrainedModel | None:
+        try:
+            return self._build()
+        except Exception:  # a model's own code may raise anything
+            return None
 
-    def _by_its_class(self) -> PreTrainedModel:
-        return build_on_meta(self.config, self.settings.trust_remote_code)
+    def _build(self) -> PreTrainedModel:
+        """Build the model with the recipe's dtype, attention and `model_init_kwargs`."""
+        with torch.device("meta"), without_deepspeed_announcement():  # one rank alone may build it
+            return from_config(self.config, self.settings)
 
 
 def size_of(settings: Settings) -> ModelSize | None:
