@@ -12,7 +12,7 @@ from tests.helpers import cases, ending_cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, settings_with, write_recipe
 from tests.helpers.tools import contents, refusal_of
-from zero_recipes.model import build, load
+from zero_recipes.model import load
 
 NAME, QUERY = "model.safetensors", "gpt_neox.layers.1.attention.query_key_value.weight"
 RENAMED = QUERY.replace("query_key_value", "qkv")
@@ -62,14 +62,14 @@ def test_other_tensors_are_refused_by_name_unless_the_recipe_allows_them(two, re
 
 def test_another_attention_than_the_requested_one_is_refused(recipe, monkeypatch):
     """By the model, once it is built."""
-    built = build.AutoModelForCausalLM.from_config
+    built = AutoModelForCausalLM.from_config
 
     def from_config(*arguments, **keywords):
         model = built(*arguments, **keywords)
         model.config._attn_implementation = "another"
         return model
 
-    monkeypatch.setattr(build.AutoModelForCausalLM, "from_config", from_config)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", from_config)
     settings = settings_with(random_weights=True, attn_implementation="eager", dtype="float32")
     refusal = refusal_of(load.load_model, AutoConfig.from_pretrained(recipe.parent / "model"), settings)
     assert refusal.codes == ["ZR406"] and "eager was requested" in refusal.findings[0].what

@@ -21,6 +21,7 @@ from zero_recipes.core.findings import Finding, downgraded, finding, first_line,
 from zero_recipes.model.build import built_or_none
 from zero_recipes.model.config import adapter_config, config_of_file
 from zero_recipes.model.load import report_of_folder
+from zero_recipes.model.towers import spare_towers
 
 # Keys of a recipe that are compared with the run that resumes. With other values of these it is another training ...
 DECIDES = (
@@ -235,7 +236,7 @@ def _other_adapter(
     if base is None:
         return None
     names_of_base = {f"base_model.model.{name}" for name in base.state_dict()}
-    adapter = adapter_config(settings)
+    adapter = spare_towers(adapter_config(settings), base)
     own = json.loads(json.dumps(adapter.to_dict(), default=lambda value: getattr(value, "value", str(value))))
     try:
         saved = dict(json.loads((folder / "adapter_config.json").read_text()))

@@ -18,6 +18,7 @@ from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.model.config import adapter_config
+from zero_recipes.model.towers import spare_towers
 from zero_recipes.model.trained import trained_parts
 
 # TRL's keys, by the names that PEFT has for them
@@ -50,7 +51,8 @@ def adapted_model(run: Run) -> Any:
     try:
         with quiet():
             model = copy.deepcopy(bare_model(run))
-            return peft.get_peft_model(model, adapter_config(run.settings), low_cpu_mem_usage=True)
+            adapter = spare_towers(adapter_config(run.settings), model)
+            return peft.get_peft_model(model, adapter, low_cpu_mem_usage=True)
     except Exception:  # libraries raise whatever they like
         return None
 

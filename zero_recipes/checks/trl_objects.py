@@ -18,6 +18,7 @@ from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.engine.huggingface import rows_are_cut, single_process_env
 from zero_recipes.model.config import adapter_config
 from zero_recipes.model.meta import MetaModel
+from zero_recipes.model.towers import spare_towers
 
 STEPS = 1000  # of a schedule whose run is measured in epochs: only that it is a number matters
 # What the arguments have here instead of the recipe's values: these keys are checked with what they need (the launch,
@@ -71,6 +72,7 @@ def _trainer(settings: Settings, meta: MetaModel | None, args, model_args):
         return None
     with library_error_as_finding("building the model without memory", keys):
         model = meta.copy()
+    peft_config = spare_towers(peft_config, model)
     _leave_model_in_place(args)
     rows, tokenizer = _made_up()
     evaluation = rows if settings.evaluates else None

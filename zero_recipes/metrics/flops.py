@@ -61,10 +61,15 @@ def model_flops(
     """
     import torch  # a plan need not wait for it
 
+    from zero_recipes.model.towers import is_within, tower_names
+
     config = model.config.get_text_config()
     experts, active = active_experts(config)
     weights = trained = 0.0
+    towers = tower_names(model)
     for name, module in model.named_modules():
+        if is_within(name, towers):  # text never reaches them
+            continue
         if isinstance(module, torch.nn.Embedding) or ".original_module" in name:  # PEFT trains a copy of the latter
             continue
         share = 1.0  # of the weights, that a token goes through

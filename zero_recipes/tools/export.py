@@ -25,6 +25,7 @@ from zero_recipes.core.folder_lock import LOCK, held
 from zero_recipes.core.run_end import RunFailed
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
+from zero_recipes.model.towers import auto_class
 from zero_recipes.tools import ask, losses
 from zero_recipes.training.card import write_card
 
@@ -137,7 +138,7 @@ def _compare_losses(
     Raises NotExported if they differ, unless the user has chosen to merge into other weights than were trained on.
     """
     trust = target.settings.trust_remote_code
-    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto", trust_remote_code=trust).eval()
+    model = _read_again(out, "auto", trust)
     loss = losses.mean_loss(model, tokenizer, rows)
     shown = f"{expected:.4f} of the run's model, {loss:.4f} of {out.name} ({loss - expected:+.4f})"
     print(f"loss on {len(rows.samples)} rows of {rows.source}: {shown}", flush=True)
@@ -148,6 +149,12 @@ def _compare_losses(
     else:
         losses_differ = f"its loss is {loss:.4f}, and that of the run's model {expected:.4f}"
         raise NotExported(f"{out} is not to be used: {losses_differ}.")
+
+
+def _read_again(out: Path, dtype: Any, trust_remote_code: bool = False) -> Any:
+    """The model in `out`, as anybody would load it."""
+    config = transformers.AutoConfig.from_pretrained(out, trust_remote_code=trust_remote_code)
+    return auto_class(config).from_pretrained(out, dtype=dtype, trust_remote_code=trust_remote_code).eval()
 
 
 def _agree_on_the_end(model: Any, tokenizer: Any, target: ask.Target) -> None:
@@ -199,7 +206,7 @@ def _convert(llama_cpp: Path, kind: str, out: Path) -> Path:
 
 def answers_of(out: Path, tokenizer: Any, prompts: list[str]) -> dict[str, list[int]]:
     """What transformers answers in fp32: {prompt: greedy tokens}."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    model = _read_again(out, torch.float32)
     found = {}
     for prompt in prompts:
         has_start = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)

@@ -21,6 +21,7 @@ from zero_recipes.core.run_end import Preempted
 from zero_recipes.engine.faults import (
     adapter_loaded_in_fp32,
     failed_shards,
+    fsdp_absent_layers,
     fsdp_saved_names,
     renamed_weights,
     stage_3_one_dtype,
@@ -81,6 +82,7 @@ class ZeroSFTTrainer(TokenWeightedTrainer):
         """
         if run.strategy.is_fsdp:
             fsdp_saved_names.keep_names_of_the_file(model)
+            fsdp_absent_layers.name_layers_at_hand(model)
         return cls(
             model=model,
             args=inputs.arguments,

@@ -63,6 +63,7 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
     from zero_recipes.model.build import build_on_meta
     from zero_recipes.model.config import adapter_config
     from zero_recipes.model.meta import decoder_layers, packed_elements
+    from zero_recipes.model.towers import spare_towers
 
     with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
         config = AutoConfig.for_model(**raw)
@@ -71,7 +72,7 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
         kinds = decoder_layers(model)
         packed = packed_elements(model)
         is_tied = model.get_output_embeddings().weight is embedding
-        peft_config = adapter_config(Settings(dict(lora)))
+        peft_config = spare_towers(adapter_config(Settings(dict(lora))), model)
         if peft_config is not None:
             model = get_peft_model(model, peft_config)
     fields = _counts(model) | _widths(config.get_text_config())

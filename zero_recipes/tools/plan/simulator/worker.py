@@ -24,7 +24,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import AutoConfig, PreTrainedTokenizerFast, TrainerCallback
 from transformers.modeling_utils import set_zero3_state
 from trl import SFTTrainer, get_quantization_config
 
@@ -44,6 +44,7 @@ from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
 from zero_recipes.model.config import adapter_config
 from zero_recipes.model.meta import size_of
+from zero_recipes.model.towers import auto_class, freeze_towers, spare_towers
 from zero_recipes.model.trained import parameter_counts
 from zero_recipes.tools.plan.job import Job
 from zero_recipes.tools.plan.simulator import device, stand_ins
@@ -181,7 +182,7 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
             args=training_args,
             train_dataset=rows,
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
-            peft_config=adapter_config(job.settings),
+            peft_config=spare_towers(adapter_config(job.settings), model),
         )
 
 
@@ -192,7 +193,8 @@ def _model(job: Job, model_args, main_device: torch.device) -> torch.nn.Module:
     attention = stand_ins.attention_of(job.settings.attn_implementation, job.device == "gpu")
     packs = job.settings.load_in_4bit  # then transformers builds the model without deepspeed.zero.Init
     with set_zero3_state() if packs else contextlib.nullcontext():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
+    freeze_towers(model)
     if packs:
         stand_ins.pack_in_4_bits(model, get_quantization_config(model_args), main_device)
         keep_4bit_layout(model)
