@@ -7,6 +7,7 @@ here comes from the class and its modules: transformers 5.23 names the text mode
 import copy
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +23,17 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
+from transformers.utils import (
+    FEATURE_EXTRACTOR_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+    cached_file,
+)
 
 ALL_LINEAR = "all-linear"  # PEFT's word
+# what AutoProcessor reads beside a tokenizer; some of these names are the same
+PROCESSOR_FILES = sorted({PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME})
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -136,3 +146,30 @@ def excluding(towers: list[str], others: Any = None) -> str:
     elif others:
         patterns.append(f"(.*\\.)?({'|'.join(map(re.escape, sorted(others)))})")
     return "|".join(patterns)
+
+
+def processor_files(config: PretrainedConfig, name: str, revision: str | None = None) -> list[Path]:
+    """The files of a composite model that say how images and sound become tokens, as far as they are at hand.
+
+    Whoever serves a saved model looks for them beside its tokenizer. Empty of any other model.
+
+    Args:
+        config: the model's configuration.
+        name: its folder, or its name on the hub, from which small files are downloaded where they are not in the cache.
+        revision: of the hub's files.
+    """
+    if not has_text_part(config):
+        return []
+    found = []
+    for file in PROCESSOR_FILES:
+        path = cached_file(
+            name,
+            file,
+            revision=revision or "main",
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if path is not None:
+            found.append(Path(path))
+    return found

@@ -7,6 +7,7 @@ Each GGUF file's answers are compared with transformers'.
 import argparse
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ from zero_recipes.core.folder_lock import LOCK, held
 from zero_recipes.core.run_end import RunFailed
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
-from zero_recipes.model.towers import auto_class
+from zero_recipes.model.towers import auto_class, processor_files
 from zero_recipes.tools import ask, losses
 from zero_recipes.training.card import write_card
 
@@ -90,6 +91,8 @@ def _export_into(out: Path, arguments: argparse.Namespace, target: ask.Target) -
     _untie_what_differs(model)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    for file in _processor_files(model, target):
+        shutil.copy(file, out)
     compare_with_class(out, arguments.trust_remote_code)
     write_checksums(out)
     if (target.folder / schema.FILE).is_file():
@@ -103,6 +106,14 @@ def _export_into(out: Path, arguments: argparse.Namespace, target: ask.Target) -
     if files:
         _compare(files, answers_of(out, tokenizer, prompts), tokenizer.bos_token)
     return 0
+
+
+def _processor_files(model: Any, target: ask.Target) -> list[Path]:
+    """Those of the run's folder, else those of its base. A run of an earlier version has copied none."""
+    own = processor_files(model.config, str(target.folder))
+    if own or target.base is None:
+        return own
+    return processor_files(model.config, target.base)
 
 
 def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import shutil
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -360,6 +361,8 @@ class ZeroSFTTrainer(TokenWeightedTrainer):
                 super()._save(output_dir, tied_weights_saved_twice.without_aliases(self.model, state_dict))
         finally:
             self.args.hub_token = token
+        for file in self.extras.processor_files:
+            shutil.copy(file, output_dir or self.args.output_dir)
 
     def save_verified(self, trust_remote_code: bool = False) -> str:
         """Save the model into args.output_dir, read it again, and write its checksums. Collective.
