@@ -72,7 +72,7 @@ def tower_names(model: torch.nn.Module) -> list[str]:
     Args:
         model: with or without an adapter, on whichever device. The names are those that it has for them.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not has_text_part(base.config):
         return []
     try:
