@@ -1,4 +1,4 @@
-"""Composite models: which of their parts text reaches, by the class, and what follows for loading, adapters and FLOPs."""
+"""Composite models: which of their parts text reaches, by the class; what follows for loading, adapters and FLOPs."""
 
 import re
 
