@@ -29,6 +29,7 @@ class Shape:
     parameters: int
     trainable: int
     multiplied: int  # those in matrix products: all but the embedding's rows
+    unreached: int  # those of a composite model that text never reaches: on each GPU, and never gathered
     packed: int  # those that bitsandbytes would pack
     adapted: float  # inputs of one layer's adapters
     layers: int
@@ -63,7 +64,7 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
     from zero_recipes.model.build import build_on_meta
     from zero_recipes.model.config import adapter_config
     from zero_recipes.model.meta import decoder_layers, packed_elements
-    from zero_recipes.model.towers import spare_towers
+    from zero_recipes.model.towers import is_within, spare_towers, tower_names
 
     with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
         config = AutoConfig.for_model(**raw)
@@ -72,12 +73,15 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
         kinds = decoder_layers(model)
         packed = packed_elements(model)
         is_tied = model.get_output_embeddings().weight is embedding
+        towers = tower_names(model)
+        unreached = sum(p.numel() for name, p in model.named_parameters() if is_within(name, towers))
         peft_config = spare_towers(adapter_config(Settings(dict(lora))), model)
         if peft_config is not None:
             model = get_peft_model(model, peft_config)
     fields = _counts(model) | _widths(config.get_text_config())
     fields["multiplied"] = fields["parameters"] - (0 if is_tied else embedding.numel())
     fields["packed"] = packed
+    fields["unreached"] = unreached
     fields["decoder_layers"] = kinds
     fields["adapted"] /= fields["layers"]
     fields["dtype"] = str(config.dtype or "float32").removeprefix("torch.")
