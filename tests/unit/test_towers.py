@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from tests.helpers.composites import SIZES, composite_config, composite_model, write_composite
 from tests.helpers.faults import run_of
-from tests.helpers.tiny import llama_config, write_recipe
+from tests.helpers.tiny import llama_config, settings_with, write_recipe
 from zero_recipes.checkpoint.saved_model import NotWhole, entries_of, refuse_bad_numbers
 from zero_recipes.checks.adapter_rules import adapted_model, trained_without_memory
 from zero_recipes.checks.composite_rules import composite_findings, refuses_text
@@ -18,6 +18,7 @@ from zero_recipes.metrics.flops import model_flops
 from zero_recipes.model.build import build_on_meta
 from zero_recipes.model.towers import auto_class, excluding, is_within, spare_towers, tower_names
 from zero_recipes.model.trained import trained_parts
+from zero_recipes.tools.plan.shape import shape_of
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0}
 
@@ -140,3 +141,17 @@ def test_a_limit_may_be_infinite_and_a_weight_may_not(tmp_path):
         save_file(bad, tmp_path / "model.safetensors")
         with pytest.raises(NotWhole):
             refuse_bad_numbers(entries_of(tmp_path))
+
+
+def test_a_plan_counts_the_towers_as_frozen_weights():
+    config = composite_config("gemma3").to_dict()
+    whole = shape_of(config, settings_with())
+    model = build_on_meta(composite_config("gemma3"))
+    text = sum(p.numel() for p in model.model.language_model.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    assert (whole.parameters, whole.trainable, whole.unreached) == (total, text, total - text)
+    adapted = shape_of(config, settings_with(use_peft=True, lora_r=4, lora_target_modules="all-linear"))
+    linear = [m for m in model.model.language_model.modules() if type(m) is torch.nn.Linear]
+    assert adapted.trainable == sum(4 * (m.in_features + m.out_features) for m in linear)
+    alone = shape_of(config["text_config"], settings_with())
+    assert (alone.trainable, alone.unreached) == (alone.parameters, 0) == (text, 0)

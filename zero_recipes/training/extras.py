@@ -19,7 +19,7 @@ from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.scores import load_metrics
 from zero_recipes.model.config import config_of_file
 from zero_recipes.model.load import loaded_values
-from zero_recipes.model.towers import processor_files
+from zero_recipes.model.towers import has_text_part, processor_files
 from zero_recipes.training.divergence import StopAtDivergence, StopWithoutProgress
 from zero_recipes.training.inputs import Inputs
 
@@ -69,6 +69,7 @@ def extras_of(run: Run, inputs: Inputs, clock: PhaseClock) -> Extras:
         "data_sha256": inputs.data.data_sha256,
         "evaluation_sha256": inputs.data.evaluation_sha256,
         "model_config": config_of_file(settings),
+        "leaves_towers": has_text_part(run.config),
     }
     return Extras(
         clock=clock,
