@@ -14,6 +14,8 @@ from tests.helpers.tiny import llama_config, settings_with, write_recipe
 from zero_recipes.checkpoint.saved_model import NotWhole, entries_of, refuse_bad_numbers
 from zero_recipes.checks.adapter_rules import adapted_model, trained_without_memory
 from zero_recipes.checks.composite_rules import composite_findings, refuses_text
+from zero_recipes.engine.faults.fsdp_head_of_an_adapter import norm_of_decoder
+from zero_recipes.engine.fsdp import has_final_norm
 from zero_recipes.metrics.flops import model_flops
 from zero_recipes.model.build import build_on_meta
 from zero_recipes.model.towers import auto_class, excluding, is_within, spare_towers, tower_names
@@ -100,6 +102,13 @@ def test_what_the_recipe_excludes_stays_excluded(others):
     assert any(name.endswith("down_proj") for name in names) == (others is None)
     assert not any(is_within(name, tower_names(model)) for name in names)
     assert adapter.exclude_modules in (others, {*(others or ())}), "the recipe's own is not changed"
+
+
+def test_fsdp2_finds_the_norm_before_the_head():
+    """Of Qwen3.5 it is a child of the decoder, not of the base model: the head would train on each process's rows."""
+    for kind in ("qwen3_5", "gemma3", "mistral3", "qwen3_vl"):
+        model = build_on_meta(composite_config(kind))
+        assert has_final_norm(model) and norm_of_decoder(model) is model.model.language_model.norm
 
 
 def test_the_pattern_takes_each_tower_by_its_whole_name():

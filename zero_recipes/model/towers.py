@@ -43,7 +43,8 @@ def auto_class(config: PretrainedConfig) -> Any:
     save would lose, and others not at all (Mistral 3).
     """
     has_own_code = AutoModelForCausalLM.__name__ in (getattr(config, "auto_map", None) or {})
-    if has_own_code or not has_text_part(config) or config.is_encoder_decoder:
+    is_two_sided = getattr(config, "is_encoder_decoder", False)
+    if has_own_code or not has_text_part(config) or is_two_sided:
         return AutoModelForCausalLM
     kind = type(config)
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
