@@ -9,7 +9,6 @@ Here: a model that is loaded forgets the renamings that its file did not need.
 
 See it: one CPU
 
-    import os
     import tempfile
 
     import deepspeed
@@ -17,8 +16,6 @@ See it: one CPU
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
     from transformers.integrations import HfDeepSpeedConfig
 
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29577"}
-    os.environ.update(one)
     deepspeed.init_distributed("gloo")
     text = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 8}
     text |= {"num_attention_heads": 1, "num_key_value_heads": 1}
