@@ -11,6 +11,7 @@ from tests.helpers.faults import FOUR, findings_in, run_of
 from tests.helpers.mixtures import MODELS, ROUTED, SIZES
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import settings_with, write_recipe
+from tests.helpers.tools import refusal_of
 from zero_recipes.checks.adapter_targets import unused_targets
 from zero_recipes.checks.trl_objects import trainer_findings
 from zero_recipes.model.experts import fused_experts
@@ -41,6 +42,7 @@ def test_dropout_on_experts_is_refused_by_its_own_name(tmp_path, name):
     assert {"ZR455", "ZR199"}.isdisjoint(found_of(tmp_path, name, ALL_LINEAR | {"lora_dropout": 0.0}))
     attention = ALL_LINEAR | {"lora_target_modules": ["o_proj"], "lora_dropout": 0.05}
     assert found_of(tmp_path, name, attention) == {}
+    assert refusal_of(shape_of, MODELS[name].to_dict(), settings_with(**ALL_LINEAR)).codes == ["ZR455"], "in a plan"
 
 
 def test_dropout_is_refused_where_it_stands(tmp_path):

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from zero_recipes.checks.adapter_names import tails
+from zero_recipes.checks.capacity import LITTLE
 from zero_recipes.checks.rule_set import RuleSet
 from zero_recipes.config.accelerate import is_on
 from zero_recipes.config.run import Run
@@ -33,7 +34,6 @@ from zero_recipes.model.meta import packed_elements, packed_share
 
 packing_kinds = partial(package_yaml, __package__, "packing.yaml")  # model types
 
-LITTLE = 0.2  # of the layers' weights
 LOUD = 0.1  # a coefficient; most models have 0.001 to 0.02
 # what an evaluation gives, as eval_NAME: transformers' trainer.py `evaluate`, and TRL's trainer/sft_trainer.py `log`
 EVALUATION_GIVES = (
