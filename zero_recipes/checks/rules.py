@@ -15,22 +15,25 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from zero_recipes.checks.adapter_names import tails
+from zero_recipes.checks.capacity import LITTLE
 from zero_recipes.checks.rule_set import RuleSet
 from zero_recipes.config.accelerate import is_on
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings, loaded_dtype
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
+from zero_recipes.core.units import size
 from zero_recipes.data.audit import RowKeys
 from zero_recipes.engine.faults.fp32_parameters import fp32_parameters
 from zero_recipes.engine.fsdp import has_final_norm
 from zero_recipes.engine.huggingface import attention_kernel
 from zero_recipes.model.config import adapter_config
-from zero_recipes.model.meta import packed_share
+from zero_recipes.model.experts import fused_experts
+from zero_recipes.model.meta import packed_elements, packed_share
 
 packing_kinds = partial(package_yaml, __package__, "packing.yaml")  # model types
 
-LITTLE = 0.2  # of the layers' weights
 LOUD = 0.1  # a coefficient; most models have 0.001 to 0.02
 # what an evaluation gives, as eval_NAME: transformers' trainer.py `evaluate`, and TRL's trainer/sft_trainer.py `log`
 EVALUATION_GIVES = (
@@ -69,6 +72,7 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     yield from processes(run)
     yield from sequence_parallelism(run)
     yield from rounded_parameters(run)
+    yield from _experts_in_16_bits(run)
     if run.strategy.is_fsdp and run.world_size > 1:
         yield from trained_heads(run)
 
@@ -262,7 +266,22 @@ def _quantized_without_lora(run: Run) -> bool:
 @recipe_rules.rule("ZR474")
 def _quantizes_little(run: Run) -> bool:
     model = bare_model(run) if _quantizes(run.settings) else None
-    return model is not None and packed_share(model) < LITTLE
+    return model is not None and packed_share(model) < LITTLE and not fused_experts(model)
+
+
+def _experts_in_16_bits(run: Run) -> Iterator[Finding]:
+    """Quantized weights without those of the experts. An error where these are nearly all of the model."""
+    model = bare_model(run) if _quantizes(run.settings) else None
+    experts = {} if model is None else fused_experts(model)
+    if not experts:
+        return
+    elements = sum(weight.numel() for weight in experts.values())
+    packed = packed_elements(model)
+    others = model.num_parameters() - packed
+    rest = 2 * others + packed / (2 if run.settings.load_in_4bit else 1)
+    level = "error" if packed_share(model) < LITTLE else "warning"
+    names = ", ".join(tails(experts, 2))
+    yield finding("ZR481", level=level, names=names, size=size(2 * elements), total=size(rest))
 
 
 @recipe_rules.rule("ZR475")

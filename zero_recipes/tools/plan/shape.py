@@ -8,6 +8,7 @@ from typing import Any
 
 from zero_recipes.checks import capacity
 from zero_recipes.config.settings import Settings
+from zero_recipes.core.findings import raise_errors
 from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.metrics.flops import ModelFlops, active_experts, model_flops
 from zero_recipes.tools.plan.cache import cached
@@ -45,6 +46,12 @@ class Shape:
     flops: ModelFlops
     decoder_layers: Sequence[str]  # their classes
 
+    @property
+    def packed_share(self) -> float:
+        """The share of the layers' weights that bitsandbytes packs, 0 to 1, as that of model/meta.py; of no adapter."""
+        ends = self.parameters - self.multiplied + self.embedding
+        return self.packed / (self.parameters - ends)
+
 
 @lru_cache(maxsize=64)
 def _shape(config_json: str, lora_json: str) -> Shape:
@@ -61,6 +68,7 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
     from peft import get_peft_model
     from transformers import AutoConfig
 
+    from zero_recipes.checks.adapter_targets import refused_targets
     from zero_recipes.model.build import build_on_meta
     from zero_recipes.model.config import adapter_config
     from zero_recipes.model.meta import decoder_layers, packed_elements
@@ -75,9 +83,14 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
         is_tied = model.get_output_embeddings().weight is embedding
         towers = tower_names(model)
         unreached = sum(p.numel() for name, p in model.named_parameters() if is_within(name, towers))
-        peft_config = spare_towers(adapter_config(Settings(dict(lora))), model)
+        settings = Settings(dict(lora))
+        peft_config = spare_towers(adapter_config(settings), model)
         if peft_config is not None:
-            model = get_peft_model(model, peft_config)
+            try:
+                model = get_peft_model(model, peft_config)
+            except ValueError:
+                raise_errors(list(refused_targets(build_on_meta(config), settings)))
+                raise
     fields = _counts(model) | _widths(config.get_text_config())
     fields["multiplied"] = fields["parameters"] - (0 if is_tied else embedding.numel())
     fields["packed"] = packed
