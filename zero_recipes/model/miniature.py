@@ -56,6 +56,7 @@ CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "m
 EXPERT_GROUPS = ("n_group", "topk_group", "num_expert_group", "num_expert_groups", "num_limited_groups")
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "n_words")
 MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+OF_ATTENTION = ("attention_hidden_size", "num_query_groups")  # Zamba 2's, which follow from the hidden size
 MAMBA_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 SMALL_WINDOW = 6
@@ -281,6 +282,9 @@ def _cut_all_heads(values: dict[str, Any]) -> None:
     after = _number(values, HIDDEN)
     if not before:
         return
+    for key in OF_ATTENTION:
+        if isinstance(values.get(key), int):
+            values[key] = values[key] * after // before
     for key in MAMBA_HEADS:
         if isinstance(values.get(key), int):
             values[key] = max(1, values[key] * after // before)

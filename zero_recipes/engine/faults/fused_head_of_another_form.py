@@ -81,6 +81,8 @@ def add_own_lm_head(model: PreTrainedModel) -> None:
         log_probs = _placed(log_probs, mask)
         loss = -log_probs.sum() / (mask.sum().clamp(min=1) if count is None else count)
         aux_loss = getattr(outputs, "aux_loss", None)
+        if aux_loss is None:  # TRL expects one wherever the configuration has its keys: Llama 4's forward has none
+            aux_loss = loss.new_zeros(())
         return FusedCausalLMOutput(
             loss=loss,
             log_probs=log_probs,
