@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import cases, ending_cases
 from tests.helpers.seeded import grid
@@ -84,3 +84,17 @@ def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
     assert two.run(cases.splits_tokenised, argv=argv, cache=cache) == [0, 0]
     assert two.run(cases.splits_tokenised, argv=[*argv, "--max_length", "99"], cache=cache) == [2, 0]
     assert (tmp_path / "out.previous" / "metrics.json").is_file(), "an overwritten run is kept"
+
+
+def test_the_row_of_the_padding_token_is_trained_as_it_was_loaded_at_stage_3(two, tmp_path):
+    """Youtu's class writes zeros over it, and at stage 3 raised: it has no rows there."""
+    recipe = write_recipe(tmp_path, random_weights=False, max_steps=1, bf16=False, learning_rate=0.0, save_model=True)
+    sizes = {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "kv_lora_rank": 32}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "pad_token_id": 1}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["youtu"](**sizes, bos_token_id=0, eos_token_id=0))
+    torch.nn.init.normal_(model.get_input_embeddings().weight)
+    model.save_pretrained(tmp_path / "model")
+    two.run(cases.train, argv=arguments(recipe, "zero3", tmp_path / "out"))
+    name = "model.embed_tokens.weight"
+    saved = load_file(tmp_path / "out" / NAME)[name]
+    torch.testing.assert_close(saved[1], load_file(tmp_path / "model" / NAME)[name][1])

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     FalconConfig,
@@ -39,7 +40,6 @@ from tests.helpers.tools import refusal_of
 from zero_recipes.checks import rules
 from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.checks.deepspeed_objects import parser_findings
-from zero_recipes.checks.rules import packing_kinds
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos
 from zero_recipes.config.read import parse_recipe
@@ -129,20 +129,33 @@ def test_a_loud_loss_of_the_routers_is_said(named, in_config, warned):
 
 
 def test_packed_rows_by_the_type_of_the_model(found, tmp_path):
-    kinds = packing_kinds()
-    assert not {*kinds["apart"]} & {*kinds["without_positions"], *kinds["recurrent"], *kinds["convolving"]}
-    llama_config().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    write_model(tmp_path)
 
     def codes(kind: str, **keys) -> list[str]:
-        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+        CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
         given = {"packing": True, "model_name_or_path": str(tmp_path)} | keys
-        return [code for _, code in found(given) if code in ("ZR133", "ZR460")]
+        return [code for _, code in found(given) if code in ("ZR133", "ZR441", "ZR442", "ZR460")]
 
     assert codes("llama") == codes("bloom", packing=False) == []
     assert codes("bloom") == codes("mamba") == codes("opt", padding_free=True, packing=False) == ["ZR133"]
     assert codes("opt", attn_implementation="kernels-community/flash-attn2") == []
-    assert codes("qwen3_next") == ["ZR133"] and codes("olmo_hybrid") == ["ZR460"]
+    assert codes("qwen3_5_moe_text") == ["ZR441"] and codes("qwen3_5_moe_text", packing=False) == []
+    assert codes("llama", packing=False, padding_free=True) == []
+    assert codes("dbrx") == ["ZR460"]
+
+
+def test_layers_that_a_gpu_computes_in_plain_torch_are_named():
+    settings = settings_with()
+    from_the_hub = settings_with(model_init_kwargs={"use_kernels": True})
+    run = Run(None, settings, {}, Strategy("ddp", 1, DsConfig({}), ""), "cuda", {})
+    (warning,) = rules.slow_layers(replace(run, meta=MetaModel(CONFIG_MAPPING["mamba2"](), settings)))
+    assert warning.code == "ZR442" and "causal-conv1d mamba-ssm" in warning.what
+    for other in (
+        replace(run, meta=MetaModel(CONFIG_MAPPING["mamba2"](), settings), device="cpu"),
+        replace(run, meta=MetaModel(CONFIG_MAPPING["mamba2"](), from_the_hub)),
+        replace(run, meta=MetaModel(llama_config(), settings)),
+    ):
+        assert not list(rules.slow_layers(other))
 
 
 @pytest.mark.parametrize(

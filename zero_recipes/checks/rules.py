@@ -9,7 +9,6 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +20,17 @@ from zero_recipes.checks.rule_set import RuleSet
 from zero_recipes.config.accelerate import is_on
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings, loaded_dtype
-from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.units import size
 from zero_recipes.data.audit import RowKeys
 from zero_recipes.engine.faults.fp32_parameters import fp32_parameters
 from zero_recipes.engine.fsdp import has_final_norm
-from zero_recipes.engine.huggingface import attention_kernel
+from zero_recipes.engine.linear_attention import kernels_of
 from zero_recipes.model.config import adapter_config
 from zero_recipes.model.experts import fused_experts
+from zero_recipes.model.fused_head import fused_head_fits
 from zero_recipes.model.meta import packed_elements, packed_share
-
-packing_kinds = partial(package_yaml, __package__, "packing.yaml")  # model types
+from zero_recipes.model.packed import packed_rows
 
 LOUD = 0.1  # a coefficient; most models have 0.001 to 0.02
 # what an evaluation gives, as eval_NAME: transformers' trainer.py `evaluate`, and TRL's trainer/sft_trainer.py `log`
@@ -67,6 +65,8 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     yield from _endless(settings)
     yield from _best_metric(settings)
     yield from packing(run)
+    yield from slow_layers(run)
+    yield from own_head(run)
     yield from own_forward(run)
     yield from _loud_routers(run)
     yield from processes(run)
@@ -369,17 +369,11 @@ def _loud_routers(run: Run) -> Iterator[Finding]:
         yield finding("ZR466", coefficient=balancing)
 
 
-def told_where_rows_begin() -> set[str]:
-    """The model types whose packs need no mask (engine/attention.py)."""
-    kinds = packing_kinds()
-    return {*kinds["apart"]} - {*kinds["not_told"]}
-
-
-def packs_without_mask(settings: Settings, precision: str, kind: str | None) -> bool:
-    """Whether attention takes packed rows one by one, without a mask (CUDA, from Ampere on). `kind`: of model."""
+def packs_without_mask(settings: Settings, precision: str, config: Any) -> bool:
+    """Whether attention takes packed rows one by one, without a mask (CUDA, from Ampere on). `config`: the model's."""
     if precision == "fp32" or settings.torch_compile:
         return False
-    return settings.attn_implementation in ("sdpa", None) and kind in told_where_rows_begin()
+    return settings.attn_implementation in ("sdpa", None) and bool(packed_rows(config, settings).told)
 
 
 def rounded_parameters(run: Run) -> Iterator[Finding]:
@@ -431,24 +425,44 @@ def packing(run: Run) -> Iterator[Finding]:
     key = settings.joined_by
     if key is None or (key == "packing" and settings.packing_strategy == "wrapped"):
         return  # wrapped: one stream without boundaries is what the recipe asks for
-    kinds = packing_kinds()
     kind = getattr(run.config, "model_type", None)
-    leaking = {*kinds["without_positions"], *kinds["recurrent"]}
-    if attention_kernel(settings.attn_implementation) is not None:
-        leaking -= {*kinds["apart_in_flash"]}
-    if importlib.util.find_spec("causal_conv1d") is None:
-        leaking |= {*kinds["convolving"]}
-    known = set().union(*kinds.values())
-    if kind in leaking:
+    found = packed_rows(run.config, settings)
+    if found.are_apart is False:
         yield finding("ZR133", key=key, kind=kind)
-    elif kind is not None and kind not in known:
+    elif found.missing:
+        yield finding("ZR441", key=key, kind=kind, packages=" ".join(found.missing))
+    elif found.are_apart is None and kind is not None:
         yield finding("ZR460", key=key, kind=kind)
     rows = settings.per_device_train_batch_size
     tokens = rows * (settings.max_length or 0)
     masked = settings.attn_implementation in ("eager", "sdpa", None)
-    masked = masked and not packs_without_mask(settings, run.precision, kind)
+    masked = masked and not packs_without_mask(settings, run.precision, run.config)
     if masked and rows > 1 and tokens >= QUADRATIC:
         yield finding("ZR464", key=key, rows=rows, tokens=tokens)
+
+
+def slow_layers(run: Run) -> Iterator[Finding]:
+    """Layers that a GPU computes in plain torch, because the package with their kernel is not installed."""
+    model = bare_model(run)
+    if run.device != "cuda" or run.gpu is not None or model is None:
+        return
+    if (run.settings.model_init_kwargs or {}).get("use_kernels"):  # they come from the Hub
+        return
+    if all(kernel.is_installed for kernel in kernels_of(model)):
+        return
+    packages = packed_rows(run.config, run.settings).slow
+    if packages:
+        yield finding("ZR442", kind=run.config.model_type, packages=" ".join(packages))
+
+
+def own_head(run: Run) -> Iterator[Finding]:
+    """An LM head that TRL's fused one does not compute: the model's own forward does, for all positions at once."""
+    if run.config is None or fused_head_fits(run.config, run.settings.trust_remote_code) is not False:
+        return
+    tokens = run.settings.per_device_train_batch_size * (run.settings.max_length or 0)
+    vocabulary = run.config.get_text_config().vocab_size
+    gib = tokens * vocabulary * 4 / 2**30
+    yield finding("ZR443", name=type(bare_model(run)).__name__, tokens=tokens, vocabulary=vocabulary, gib=gib)
 
 
 def own_forward(run: Run) -> Iterator[Finding]:

@@ -28,7 +28,6 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, TrainerCallback
 from transformers.modeling_utils import set_zero3_state
 from trl import SFTTrainer, get_quantization_config
 
-from zero_recipes.checks.rules import packs_without_mask
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.config.trl_arguments import trl_arguments
 from zero_recipes.core.findings import first_line
@@ -92,7 +91,7 @@ def run(task: dict, answer: TextIO) -> NoReturn:
             job = job.changed(fp16=False, bf16=True)
         _start_group(job, task["rank"])
         with tempfile.TemporaryDirectory() as folder:
-            found = train_two_steps(job, folder)
+            found = train_two_steps(job, folder, task["masked"])
     except BaseException as error:  # the parent must hear of it
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {first_line(error)}"}
@@ -122,8 +121,11 @@ def _start_group(job: Job, rank: int) -> None:
         deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
 
 
-def train_two_steps(job: Job, folder: str) -> dict:
-    """Train two steps of a run that is built as run_sft.py builds it. Returns what a prediction is made of."""
+def train_two_steps(job: Job, folder: str, masked: bool) -> dict:
+    """Train two steps of a run that is built as run_sft.py builds it. Returns what a prediction is made of.
+
+    `masked`: whether packed rows are computed under a mask.
+    """
     quieten()
     settings = job.settings.replace(**LEFT_OUT, max_steps=STEPS, output_dir=folder, deepspeed=job.ds_config)
     settings = settings.replace(gradient_accumulation_steps=min(job.settings.gradient_accumulation_steps, 2))
@@ -139,7 +141,6 @@ def train_two_steps(job: Job, folder: str) -> dict:
     in_one = training_args.packing or training_args.padding_free
     full_rows = training_args.per_device_train_batch_size == 1 or in_one
     casts = job.zero.autocast or job.settings.precision  # without DeepSpeed, or by its torch_autocast
-    masked = in_one and not (on_gpu and packs_without_mask(job.settings, casts, job.config["model_type"]))
     stand_ins.replace_parts_of_libraries(on_gpu, full_rows, masked, host)
     if on_gpu and casts != "fp32":
         stand_ins.set_up_autocast(torch.bfloat16 if casts == "bf16" else torch.float16)
