@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, Json, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.core.findings import refusal
 from zero_recipes.data.audit import tables as arrow_tables
 from zero_recipes.data.forms import TURNS, Row, Rows, code_digest, column_names, tables
 from zero_recipes.data.thoughts import (
+    KEEP,
     MASK_EMPTY,
     THINK,
     Tags,
@@ -56,6 +57,7 @@ class Reads(NamedTuple):
     thoughts: tuple[str, ...]  # the fields of a message whose thoughts it writes
     tags: Tags | None  # of the blocks of thoughts that it writes; None where it writes none that has tags of its own
     splits: dict[Tags, Splits]  # by the tags that a content may have
+    keeping: dict[str, bool]  # the switch with which it writes the thoughts of earlier answers too; empty without one
 
     @property
     def tag_pattern(self) -> str:
@@ -76,21 +78,56 @@ class Reads(NamedTuple):
                 field is not None and probe.needs_split(tagged, field, pair),
                 field is not None and probe.needs_split(tagged.removeprefix(pair.opened), field, pair),
             )
-        return cls(probe.wants_text(nested=True), probe.wants_text(nested=False), fields, tags, splits)
+        as_text = (probe.wants_text(nested=True), probe.wants_text(nested=False))
+        keeping = {} if field is None else probe.switch_that_keeps(field)
+        return cls(*as_text, fields, tags, splits, keeping)
 
 
 class _Probe(NamedTuple):
     tokenizer: Tokenizer
     chat_template: str | None
 
-    def answer(self, message: Row) -> str | None:
-        """What stands behind the question, rendered, with this assistant's message; None where the template stops."""
-        turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", **message}]
+    def render(self, turns: list[Row], **options: Any) -> str | None:
+        """The conversation as text; None where the template stops."""
+        options |= {"tokenize": False, "chat_template": self.chat_template}
         try:
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False, chat_template=self.chat_template)
+            return self.tokenizer.apply_chat_template(turns, **options)
         except Exception:  # templates and Jinja raise whatever they like
             return None
-        return text.rpartition(QUESTION)[2]
+
+    def answer(self, message: Row) -> str | None:
+        """What stands behind the question, rendered, with this assistant's message; None where the template stops."""
+        text = self.render([{"role": "user", "content": QUESTION}, {"role": "assistant", **message}])
+        return None if text is None else text.rpartition(QUESTION)[2]
+
+    def switches(self) -> list[str]:
+        """The names in the template that have "think" in them: `enable_thinking`, `clear_thinking` and others."""
+        template: Any = self.chat_template or self.tokenizer.chat_template
+        if not isinstance(template, str):  # several by name
+            return []
+        return list(dict.fromkeys(re.findall(r"\w*think\w*", template)))
+
+    def switch_that_keeps(self, field: str) -> dict[str, bool]:
+        """What makes the template write the thoughts of earlier answers; empty where it does, or nothing does."""
+        question = {"role": "user", "content": QUESTION}
+        first = {"role": "assistant", "content": ANSWER, field: THOUGHT}
+        turns = [question, first, question, {"role": "assistant", "content": ANSWER}]
+        if THOUGHT in (self.render(turns) or THOUGHT):
+            return {}
+        for name in self.switches():
+            for value in (True, False):
+                if THOUGHT in (self.render(turns, **{name: value}) or ""):
+                    return {name: value}
+        return {}
+
+    def switch_that_ends(self, tags: Tags) -> dict[str, bool]:
+        """What makes a prompt end with an empty block of thoughts; empty where nothing does."""
+        turns = [{"role": "user", "content": QUESTION}]
+        for name in self.switches():
+            text = self.render(turns, add_generation_prompt=True, **{name: False})
+            if text is not None and ends_with_empty_block(text, tags):
+                return {name: False}
+        return {}
 
     def call(self, arguments: Any, nested: bool, **keys: Any) -> str:
         """A tool call, rendered; empty where the template takes none."""
@@ -137,18 +174,7 @@ def without_thinking(tokenizer: Tokenizer) -> dict[str, bool]:
     Found by trying each switch whose name has "think" in it (`enable_thinking` of Qwen3, `thinking` of DeepSeek-V3.1).
     """
     tags = Reads.of(tokenizer).tags
-    template: Any = tokenizer.chat_template
-    if tags is None or not isinstance(template, str):
-        return {}
-    turns = [{"role": "user", "content": QUESTION}]
-    for name in dict.fromkeys(re.findall(r"\w*think\w*", template)):
-        try:
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **{name: False})
-        except Exception:  # templates and Jinja raise whatever they like
-            continue
-        if ends_with_empty_block(text, tags):
-            return {name: False}
-    return {}
+    return {} if tags is None else _Probe(tokenizer, None).switch_that_ends(tags)
 
 
 def as_read(rows: Rows, reads: Reads, thinking: str = MASK_EMPTY, processes: int | None = None) -> Rows:
@@ -172,6 +198,8 @@ def as_read(rows: Rows, reads: Reads, thinking: str = MASK_EMPTY, processes: int
         features = Features({**rows.features, **dict.fromkeys(columns_of_turns, TURNS)})
         if changes_tools:
             features["tools"] = Value("string")
+        if thinking == KEEP and reads.keeping:
+            features["chat_template_kwargs"] = Json()
     keywords = {"columns": columns, "reads": reads, "thinking": thinking, "code": code_digest()}
     keywords["changes_tools"] = changes_tools
     return rows.map(_row_as_read, with_indices=True, fn_kwargs=keywords, features=features, **how)
@@ -215,6 +243,8 @@ def _row_as_read(
     if changes_tools:
         tools = _tools_as_read(row["tools"])
         found["tools"] = None if tools is None else json.dumps(tools, ensure_ascii=False)
+    if thinking == KEEP and reads.keeping:
+        found["chat_template_kwargs"] = reads.keeping | (row.get("chat_template_kwargs") or {})
     return found
 
 

@@ -188,7 +188,8 @@ def _findings(faults: Faults, how: Comparison, compared: dict[str, Any]) -> Iter
         yield finding("ZR584", count=len(faults.second_blocks), row=row, name=text.name, **compared)
     if faults.left_out:
         row, text = faults.left_out[0]
-        yield finding("ZR579", count=len(faults.left_out), row=row, name=text.name, **compared)
+        keep = "set `thinking: keep`, " if how.reads is not None and how.reads.keeping else ""
+        yield finding("ZR579", count=len(faults.left_out), row=row, name=text.name, keep=keep, **compared)
     if faults.empty_blocks:
         row, text = faults.empty_blocks[0]
         yield finding("ZR580", count=len(faults.empty_blocks), row=row, name=text.name, **compared)
@@ -237,6 +238,8 @@ def _texts_of_turns(messages: list[Row], first_with_loss: int, how: Comparison, 
             found = _each_thought_once(found, message, how)
         is_earlier = any(number < question for question in questions)
         for text in found:
+            if number in removed:
+                text = text._replace(has_own_block=False)
             if text.is_thought and number in removed:
                 thoughts.removed += 1
                 continue
@@ -414,6 +417,7 @@ def _compare(
             turn = text.turn
             start_of_turn = cursor
             is_first_of_turn = True
+            lacks_own_block = False
         place = _find(text, tokens, cursor, how.tokenizer)
         if place is None or not place.is_right:  # a template may write a turn's texts in another order
             place = _find(text, tokens, start_of_turn, how.tokenizer) or place
@@ -426,6 +430,7 @@ def _compare(
         if place is None and text.may_be_left_out:
             left_out = left_out or text
             thoughts.left_out += 1
+            lacks_own_block = True
             continue
         if place is None:
             lost = lost or text
@@ -442,7 +447,7 @@ def _compare(
         elif text.is_thought:
             thoughts.without_loss += 1
         before = tokens.text[start_of_turn : place.start]
-        if _has_blocks_of_two(text, before, how):
+        if not lacks_own_block and _has_blocks_of_two(text, before, how):
             faults.second_blocks.append((number, text))
             return
         if is_first_of_turn and text.has_loss and text.is_of_assistant and not text.is_thought:

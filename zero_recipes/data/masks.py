@@ -21,12 +21,13 @@ from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.data.as_read import Reads, as_read
 from zero_recipes.data.audit import NO_KEYS, RowKeys, token_batches
 from zero_recipes.data.forms import Row, Rows, code_digest, column_names
-from zero_recipes.data.thoughts import KEEP, Tags, empty_blocks, fields_with_thoughts
+from zero_recipes.data.thoughts import KEEP, Tags, empty_blocks, fields_with_thoughts, without_block_at_end
 from zero_recipes.engine import huggingface
 
 ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
 ANSWER = "zero recipes"  # a text that no template changes
 NO_LOSS = -100
+SHOWN_ROLES = 6
 
 
 def tokenise(rows: Rows, tokenizer: Tokenizer, training_args, ours: RowKeys = NO_KEYS, split: str = "the data") -> Rows:
@@ -126,8 +127,12 @@ def _render_or_refuse(chat: "Chat", messages: list[Row], place: str, to_answer: 
         count = len(messages)
         while count > 1 and _stops(chat, messages[: count - 1]):
             count -= 1
-        role = messages[count - 1]["role"]
-        with library_error_as_finding(f"writing {place}, message {count - 1} ({role}), with the chat template"):
+        if count == 1 < len(messages):  # no message alone is at fault: a user's turn is missing, or the first is wrong
+            roles = [message["role"] for message in messages]
+            whose = f" (roles: {', '.join(roles[:SHOWN_ROLES])}{', ...' if len(roles) > SHOWN_ROLES else ''})"
+        else:
+            whose = f", message {count - 1} ({messages[count - 1]['role']}),"
+        with library_error_as_finding(f"writing {place}{whose} with the chat template"):
             raise error
 
 
@@ -196,7 +201,7 @@ def _masked(
     spans = []
     for at in range(first, len(chat.messages)):
         if chat.messages[at]["role"] == "assistant":
-            start, stop = _span(chat, text, at, end, number)
+            start, stop = _span(chat, text, at, end, number, reads.tags)
             if how == "answer":
                 start = _start_of_answer(chat.messages[at], text, start, stop, reads.tags)
             else:
@@ -233,7 +238,7 @@ class Chat(NamedTuple):
         )
 
 
-def _span(chat: Chat, text: str, at: int, end: str, row: int) -> tuple[int, int]:
+def _span(chat: Chat, text: str, at: int, end: str, row: int, tags: Tags | None) -> tuple[int, int]:
     """Where message `at` stands in the rendered conversation: after its header, up to and with the token that ends it.
 
     Raises Refusal where the template writes earlier messages otherwise once it follows.
@@ -244,6 +249,8 @@ def _span(chat: Chat, text: str, at: int, end: str, row: int) -> tuple[int, int]
         start = _end_of_header(chat, text) if to_answer else 0
     else:
         before = _render_or_refuse(chat, chat.messages[:at], f"row {row} up to message {at}", to_answer)
+        if not text.startswith(before) and tags is not None:  # a prompt may open a block that the answer lacks
+            before = without_block_at_end(before, tags)
         if not text.startswith(before):
             raise refusal("ZR892", row=row, turn=at)
         start = len(before)
@@ -391,10 +398,10 @@ def _silence(
         if assistant_only and message["role"] != "assistant":
             has_no_loss = True
         if message.get("weight") == 0:
-            start, stop = _span(chat, text, at, end, number)
+            start, stop = _span(chat, text, at, end, number, reads.tags)
             spans.append((start, _next_turn(text, stop)))
         elif message.get("silent_parts") and not has_no_loss:
-            start, stop = _span(chat, text, at, end, number)
+            start, stop = _span(chat, text, at, end, number, reads.tags)
             for first, last, part in message["silent_parts"]:
                 found = _places_of_part(message, text, (start, stop), first, last, reads)
                 if found is None:

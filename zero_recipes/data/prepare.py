@@ -28,7 +28,16 @@ from zero_recipes.config.row_lengths import RowLengths
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.trl_arguments import WITHOUT_LAUNCH, trl_arguments
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import Finding, Refusal, downgraded, finding, first_line, ignored_codes, raise_errors
+from zero_recipes.core.findings import (
+    Finding,
+    Refusal,
+    downgraded,
+    finding,
+    first_line,
+    ignored_codes,
+    raise_errors,
+    refusal,
+)
 from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data import as_written, forms, load, masks
@@ -36,6 +45,7 @@ from zero_recipes.data import audit as audits
 from zero_recipes.data.as_written import compared_as_written
 from zero_recipes.data.audit import NO_KEYS, Audit, RowKeys
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
+from zero_recipes.data.thoughts import DROP, LAST
 from zero_recipes.engine import huggingface
 from zero_recipes.engine.group import once_per_node
 from zero_recipes.engine.huggingface import single_process_env
@@ -237,6 +247,8 @@ def prepare_split(
     """
     with library_error_as_finding(f"tokenizing the rows of {split}"):
         audits.refuse_broken_tokens(rows, tokenizer, split)
+        if ours.thinking in (DROP, LAST) and not masks.has_turns(rows):
+            raise refusal("ZR587", thinking=ours.thinking)
         findings = []
         thoughts = ""
         if audits.skips_preparation(training_args):

@@ -179,6 +179,11 @@ def ends_with_empty_block(text: str, tags: Tags) -> bool:
     return bool(blocks) and blocks[-1][1] == len(text)
 
 
+def without_block_at_end(text: str, tags: Tags) -> str:
+    """A prompt to answer without the block of thoughts that it opens, and may close."""
+    return re.sub(rf"{re.escape(tags.opened)}\s*(?:{re.escape(tags.closed)}\s*)?\Z", "", text)
+
+
 def _blank_blocks(text: str, tags: Tags) -> list[tuple[int, int]]:
     """Where nothing but spaces stands between the tags, with the spaces behind them."""
     found = []
