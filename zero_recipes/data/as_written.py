@@ -455,7 +455,7 @@ def _compare(
             losses = tokens.losses[start_of_turn + at :][: len(how.empty_block)]
             if at >= 0 and 1 not in losses:
                 thoughts.masked_blocks += 1
-            elif at >= 0 and 0 not in losses:
+            elif at >= 0 and 0 not in losses and not text.has_own_block:
                 thoughts.trained_blocks += 1
                 behind_empty_block = behind_empty_block or text
         is_first_of_turn = False
