@@ -26,6 +26,7 @@ from zero_recipes.engine.faults.fp32_parameters import fp32_parameters
 from zero_recipes.engine.fsdp import has_final_norm
 from zero_recipes.engine.huggingface import attention_kernel
 from zero_recipes.model.config import adapter_config
+from zero_recipes.model.layer_configs import configs_of_layers
 from zero_recipes.model.meta import packed_share
 
 packing_kinds = partial(package_yaml, __package__, "packing.yaml")  # model types
@@ -486,10 +487,14 @@ def sequence_parallelism(run: Run) -> Iterator[Finding]:
 
 def _attention_findings(settings, size: int, config) -> Iterator[Finding]:
     """Attention that cannot be shared: each process gets a part of the heads, and must see whole sequences."""
-    heads = getattr(config, "num_attention_heads", None)
-    keys = getattr(config, "num_key_value_heads", None)
-    if config is not None and (keys is None or heads % size or (keys % size and size % keys)):
-        yield finding("ZR247", size=size, model_type=config.model_type, heads=heads, keys=keys)
+    says_layers = getattr(config, "num_hidden_layers", None) is not None  # a composite model's says none
+    alike = [] if config is None else [config]
+    for layer in configs_of_layers(config) if says_layers else alike:
+        heads = getattr(layer, "num_attention_heads", None)
+        keys = getattr(layer, "num_key_value_heads", None)
+        if keys is None or heads % size or (keys % size and size % keys):
+            yield finding("ZR247", size=size, model_type=config.model_type, heads=heads, keys=keys)
+            break
     attention = str(settings.attn_implementation)
     is_kernel = "/" in attention and "flash-attn" in attention  # as accelerate
     if not is_kernel and attention not in ("None", "sdpa", "flash_attention_2", "flash_attention_3"):
