@@ -162,6 +162,8 @@ def small_config(name: str) -> PretrainedConfig:
     cut_layers(text, 2)
     for key, value in (SMALL | OWN_SIZES.get(config.model_type, {})).items():
         setattr(text, key, value)
+    if text.is_heterogeneous:
+        text.per_layer_config = {1: {"head_dim": 32}}
     if text is not config:
         config.mm_tokens_per_image = 4
         for key, value in SMALL_TOWER.items():
