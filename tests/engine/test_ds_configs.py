@@ -16,7 +16,7 @@ from zero_recipes.checks.deepspeed_objects import _handed_over, resolved_ds_conf
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes
 from zero_recipes.tools.plan.job import known_models
-from zero_recipes.tools.rehearse.small import cut_layers
+from zero_recipes.tools.rehearse.small import with_fewer_layers
 from zero_recipes.tools.verify import verify
 
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
@@ -157,9 +157,8 @@ def rows(tmp_path_factory) -> Path:
 
 def small_config(name: str) -> PretrainedConfig:
     """Of a model in the package, with two layers."""
-    config = AutoConfig.for_model(**known_models()[name]["config"])
+    config = with_fewer_layers(AutoConfig.for_model(**known_models()[name]["config"]), 2).config
     text = config.get_text_config()
-    cut_layers(text, 2)
     for key, value in (SMALL | OWN_SIZES.get(config.model_type, {})).items():
         setattr(text, key, value)
     if text.is_heterogeneous:
