@@ -159,10 +159,14 @@ def small_config(name: str) -> PretrainedConfig:
     """Of a model in the package, with two layers."""
     config = with_fewer_layers(AutoConfig.for_model(**known_models()[name]["config"]), 2).config
     text = config.get_text_config()
-    for key, value in (SMALL | OWN_SIZES.get(config.model_type, {})).items():
+    sizes = SMALL | OWN_SIZES.get(config.model_type, {})
+    if getattr(text, "num_local_experts", None) == 0:  # Granite 4.0-H-Micro: dense, of a class that takes experts
+        sizes |= {"num_local_experts": 0, "num_experts_per_tok": 0}
+    for key, value in sizes.items():
         setattr(text, key, value)
     if text.is_heterogeneous:
-        text.per_layer_config = {1: {"head_dim": 32}}
+        wide = [number for number, kind in enumerate(text.layer_types) if kind == "full_attention"]
+        text.per_layer_config = {number: {"head_dim": 32} for number in wide}
     if text is not config:
         config.mm_tokens_per_image = 4
         for key, value in SMALL_TOWER.items():
