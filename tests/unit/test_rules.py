@@ -13,6 +13,7 @@ import pytest
 import yaml
 from transformers import (
     CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     FalconConfig,
@@ -86,6 +87,19 @@ def test_a_forward_that_trl_replaces_is_named(tmp_path):
         code.read_text() + "\n    def forward(self, *words, **more):\n        return super().forward(*words, **more)\n"
     )
     assert found_in(path, {}) == [("warning", "ZR469")]
+
+
+def test_sequences_are_shared_by_the_heads_of_every_layer(tmp_path):
+    """Gemma 4 12B has fewer heads of keys in its layers of full attention."""
+    keys = faults.SHARED | {"deepspeed": ds_config(3)}
+    path = write_recipe(tmp_path)
+    sizes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 128, "attention_k_eq_v": True}
+    for heads_of_layers, refused in (({}, True), ({0: 4, 1: 2}, False), ({0: 4, 1: 3}, True)):
+        of_layers = {number: {"num_attention_heads": heads} for number, heads in heads_of_layers.items()}
+        AutoConfig.for_model("gemma4_text", **sizes, per_layer_config=of_layers).save_pretrained(tmp_path / "model")
+        codes = [one.code for one in findings_in(path, keys)]
+        assert ("ZR247" in codes) == refused, heads_of_layers
 
 
 def test_sequences_are_shared_by_groups_and_heads(tmp_path):

@@ -29,6 +29,7 @@ from zero_recipes.engine.linear_attention import kernels_of
 from zero_recipes.model.config import adapter_config
 from zero_recipes.model.experts import fused_experts
 from zero_recipes.model.fused_head import fused_head_fits
+from zero_recipes.model.layer_configs import configs_of_layers
 from zero_recipes.model.meta import packed_elements, packed_share
 from zero_recipes.model.packed import packed_rows
 
@@ -519,10 +520,14 @@ def sequence_parallelism(run: Run) -> Iterator[Finding]:
 
 def _attention_findings(settings, size: int, config) -> Iterator[Finding]:
     """Attention that cannot be shared: each process gets a part of the heads, and must see whole sequences."""
-    heads = getattr(config, "num_attention_heads", None)
-    keys = getattr(config, "num_key_value_heads", None)
-    if config is not None and (keys is None or heads % size or (keys % size and size % keys)):
-        yield finding("ZR247", size=size, model_type=config.model_type, heads=heads, keys=keys)
+    says_layers = getattr(config, "num_hidden_layers", None) is not None  # a composite model's says none
+    alike = [] if config is None else [config]
+    for layer in configs_of_layers(config) if says_layers else alike:
+        heads = getattr(layer, "num_attention_heads", None)
+        keys = getattr(layer, "num_key_value_heads", None)
+        if keys is None or heads % size or (keys % size and size % keys):
+            yield finding("ZR247", size=size, model_type=config.model_type, heads=heads, keys=keys)
+            break
     attention = str(settings.attn_implementation)
     is_kernel = "/" in attention and "flash-attn" in attention  # as accelerate
     if not is_kernel and attention not in ("None", "sdpa", "flash_attention_2", "flash_attention_3"):

@@ -11,6 +11,7 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import raise_errors
 from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.metrics.flops import ModelFlops, active_experts, model_flops
+from zero_recipes.model.layer_configs import configs_of_layers
 from zero_recipes.tools.plan.cache import cached
 
 LORA_KEYS = ("use_peft", "use_rslora", "use_dora", "peft_config")  # beside lora_*
@@ -124,23 +125,32 @@ def _counts(model: Any) -> dict[str, Any]:
 
 
 def _widths(text: Any) -> dict[str, int]:
-    def value(name: str, default: int) -> int:
-        return getattr(text, name, None) or default
+    """Those of the widest layer, where they differ."""
+    layers = configs_of_layers(text)
+    of_layers = [_widths_of_layer(layer) for layer in layers]
+    widest = {name: max(widths[name] for widths in of_layers) for name in of_layers[0]}
+    return widest | {
+        "layers": len(layers),
+        "hidden": text.hidden_size,
+        "embedding": text.vocab_size * text.hidden_size,
+        "positions": getattr(text, "max_position_embeddings", 0),
+    }
 
-    hidden = text.hidden_size
+
+def _widths_of_layer(layer: Any) -> dict[str, int]:
+    def value(name: str, default: int) -> int:
+        return getattr(layer, name, None) or default
+
+    hidden = layer.hidden_size
     heads = value("num_attention_heads", 1)  # Mamba has none
-    head_width = value("head_dim", hidden // heads)
+    head_width = value("qk_head_dim", value("head_dim", hidden // heads))  # the former in latent attention
     ffn = value("intermediate_size", value("n_inner", 4 * hidden))
-    experts, active = active_experts(text)
+    experts, active = active_experts(layer)
     if experts:
         ffn = active * value("moe_intermediate_size", ffn)
     return {
-        "layers": text.num_hidden_layers,
-        "hidden": hidden,
         "heads": heads,
         "query_width": heads * head_width,
         "kv_width": value("num_key_value_heads", heads) * head_width,
         "ffn": ffn,
-        "embedding": text.vocab_size * hidden,
-        "positions": getattr(text, "max_position_embeddings", 0),
     }

@@ -1,0 +1,272 @@
+"""A board of all causal model types of transformers: python -m benchmarks.families [TYPE ...] [--failing]
+
+Each type is a small model with random weights, which run_sft.py's own code trains on CPUs in fp32: in one process, and
+on two under ZeRO stages 2 and 3, FSDP2, with LoRA on all linear layers, packed, with recomputation, in bf16; what was
+saved is loaded and compared, and a run goes on from a checkpoint. Every step trains on all rows, so that the losses of
+all runs of a type are the same ones. A type's row is written to results/families.json when it ends: a board that was
+stopped goes on where it was. docs/models.md shows it (make reference).
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import family_models, family_runs
+from tests.helpers.group import CaseFailed, Group, start_server
+from tests.helpers.tiny import named
+from zero_recipes.core.files import write_json
+from zero_recipes.core.measured_on import hardware_facts, library_versions
+from zero_recipes.engine.warnings import quieten
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "families.json"
+HANG_SECONDS = 60  # a rank that waits longer is killed, which costs its own cell
+ROWS = 8  # all of them in every step
+STEPS, SAVED_AT = 3, 2
+EQUAL = 1e-5  # the largest relative difference of a loss
+BF16 = 0.02  # that of a loss in bf16 from the one in fp32
+RELOADED = 1e-5  # of logits
+LORA = {
+    "use_peft": True,
+    "lora_r": 4,
+    "lora_dropout": 0.0,
+    "lora_target_modules": "all-linear",
+    "learning_rate": 2e-2,
+}
+SAVES = {"save_model": True, "save_strategy": "steps", "save_steps": SAVED_AT}
+CELLS = ("one", "zero2", "zero3", "fsdp2", "lora", "packed", "recomputed", "bf16", "saved", "resumed")
+EQUAL_CELL, REFUSED, UNSUPPORTED, FAILS, NOT_RUN = "equal", "refused", "unsupported", "fails", "not run"
+
+
+def write_rows(folder: Path) -> Path:
+    """Rows of the tiny world that are of uneven length and fill one pack together."""
+    folder.mkdir(parents=True)
+    lines = (ROOT / "tiny_world" / "train.jsonl").read_text().splitlines()[:ROWS]
+    rows = []
+    for line in lines:
+        row = json.loads(line)
+        rows.append({"prompt": f"{row['instruction']} {row['input']}".strip() + "\n", "completion": row["output"]})
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_recipe(folder: Path, rows: Path) -> Path:
+    """The recipe of a type's runs, in fp32; the runs' own keys come over it."""
+    recipe = {
+        "model_name_or_path": str(folder / "model"),
+        "dataset_name": str(rows),
+        "bf16": False,
+        "dtype": "float32",
+        "max_length": 256,
+        "global_batch_size": ROWS,
+        "per_device_train_batch_size": ROWS // 2,
+        "max_steps": STEPS,
+        "learning_rate": 2.0e-3,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "activation_checkpointing": False,
+        "logging_steps": 1,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "save_model": False,
+        "report_to": "none",
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe, indent=1))  # JSON is YAML
+    return path
+
+
+class Board:
+    """The processes that the runs of all types share, and a folder for what they write."""
+
+    def __init__(self, folder: Path, hang_seconds: float = HANG_SECONDS):
+        self.groups = {world: Group(world, hang_seconds) for world in (1, 2)}
+        self.folder = folder
+        self.rows = write_rows(folder / "rows")
+
+    def close(self) -> None:
+        """End the processes."""
+        for group in self.groups.values():
+            group.close()
+
+    def row_of(self, kind: str) -> dict[str, Any]:
+        """All cells of a type."""
+        began = time.perf_counter()
+        folder = self.folder / kind
+        folder.mkdir()
+        row: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}"}
+        try:
+            model = family_models.write_family(kind, folder / "model")
+        except family_models.Unsupported as error:
+            row["unsupported"] = str(error)
+        except Exception as error:  # a class may raise anything; the board goes on
+            row["unsupported"] = family_models.in_a_line(error)
+        else:
+            row |= {"class": model.name, "from": model.source, "small": model.cuts, "parameters": model.parameters}
+            row["cells"] = self.cells(folder)
+        row["seconds"] = round(time.perf_counter() - began, 1)
+        row["load"] = round(os.getloadavg()[0], 1)
+        shutil.rmtree(folder)
+        return row
+
+    def cells(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """What became of each run of a type's model."""
+        recipe = write_recipe(folder, self.rows)
+        one = self.run(recipe, 1, "single", "one")
+        if "losses" not in one:
+            return {name: {"result": NOT_RUN} for name in CELLS} | {"one": outcome(one)}
+        losses = one["losses"]
+        lora = self.run(recipe, 1, "single", "lora-alone", **LORA)
+        zero3 = self.run(recipe, 2, "zero3", "zero3", reloads=True, **SAVES)
+        packs = {"packing": True, "per_device_train_batch_size": 1, "global_batch_size": 1}
+        runs = {
+            "zero2": self.run(recipe, 2, "zero2", "zero2"),
+            "zero3": zero3,
+            "fsdp2": self.run(recipe, 2, "fsdp2", "fsdp2"),
+            "packed": self.run(recipe, 1, "single", "packed", **packs),
+            "recomputed": self.run(recipe, 2, "zero3", "recomputed", activation_checkpointing=True),
+        }
+        cells = {"one": {"result": EQUAL_CELL, "losses": losses}}
+        cells |= {name: compared(run, losses, EQUAL) for name, run in runs.items()}
+        if "losses" in lora:
+            cells["lora"] = compared(self.run(recipe, 2, "zero3", "lora", **LORA), lora["losses"], EQUAL)
+        else:
+            cells["lora"] = outcome(lora)
+        cells["bf16"] = compared(self.run(recipe, 2, "zero2", "bf16", bf16=True), losses, BF16)
+        cells["saved"] = judged_saved(zero3)
+        cells["resumed"] = self.resumed(recipe, zero3)
+        return {name: cells[name] for name in CELLS}
+
+    def resumed(self, recipe: Path, whole: dict[str, Any]) -> dict[str, Any]:
+        """Go on from stage 3's checkpoint, in a folder of its own."""
+        if "losses" not in whole:
+            return {"result": NOT_RUN}
+        folder = recipe.parent
+        shutil.copytree(folder / "zero3", folder / "resumed")
+        for path in (folder / "resumed").glob("checkpoint-*"):
+            if path.name != f"checkpoint-{SAVED_AT}":
+                shutil.rmtree(path)
+        run = self.run(recipe, 2, "zero3", "resumed", resume_from_checkpoint=True, **SAVES)
+        return compared(run, whole["losses"], EQUAL)
+
+    def run(self, recipe: Path, world: int, strategy: str, name: str, reloads: bool = False, **keys) -> dict[str, Any]:
+        """One run on `world` processes: its losses, its refusal's codes, or an error."""
+        errors = recipe.parent / f"errors-{name}"
+        errors.mkdir()
+        words = [str(recipe), "--output_dir", str(recipe.parent / name), *named(strategy)]
+        if world == 1 and "per_device_train_batch_size" not in keys:
+            keys["per_device_train_batch_size"] = ROWS
+        for key, value in keys.items():
+            words += [f"--{key}", json.dumps(value) if not isinstance(value, str) else value]
+        group = self.groups[world]
+        try:
+            found = group.run(family_runs.train, argv=words, errors=str(errors), reloads=reloads)[0]
+        except CaseFailed as failure:
+            group.kill()
+            raised = [json.loads(path.read_text()) for path in sorted(errors.glob("rank*.json"))]
+            return raised[0] if raised else {"error": last_words(str(failure))}
+        if "error" in found:
+            group.kill()  # the ranks may have stopped at different collectives
+        return found
+
+
+def outcome(run: dict[str, Any]) -> dict[str, Any]:
+    """The cell of a run without losses."""
+    if "refused" in run:
+        return {"result": REFUSED, "codes": run["refused"], "what": run["what"]}
+    return {"result": FAILS, "error": run["error"]}
+
+
+def compared(run: dict[str, Any], losses: list[float], limit: float) -> dict[str, Any]:
+    """The cell of a run whose losses are to be these ones, up to a relative difference."""
+    if "losses" not in run:
+        return outcome(run)
+    gaps = [abs(mine - wanted) / abs(wanted) for mine, wanted in zip(run["losses"], losses, strict=False)]
+    if len(run["losses"]) != len(losses):
+        return {"result": FAILS, "error": f"{len(run['losses'])} steps in place of {len(losses)}"}
+    gap = max(gaps)
+    if not gap <= limit:
+        return {"result": FAILS, "gap": gap, "error": f"a loss differs by {gap:.1e}"}
+    return {"result": EQUAL_CELL, "gap": gap}
+
+
+def judged_saved(run: dict[str, Any]) -> dict[str, Any]:
+    """The cell of a saved model that was loaded again."""
+    if "losses" not in run:
+        return {"result": NOT_RUN}
+    gap = run["reloaded"]
+    if not gap <= RELOADED:
+        return {"result": FAILS, "gap": gap, "error": f"logits of the loaded model differ by {gap:.1e}"}
+    return {"result": EQUAL_CELL, "gap": gap}
+
+
+def last_words(failure: str) -> str:
+    """Of a rank that has ended or hung."""
+    lines = [line for line in failure.splitlines() if line.strip()]
+    return f"{lines[0]}: {lines[-1]}"[:300]
+
+
+def results(row: dict[str, Any]) -> list[str]:
+    """The results of a row's cells."""
+    return [cell["result"] for cell in row["cells"].values()] if "cells" in row else [UNSUPPORTED]
+
+
+def types_to_do(names: list[str], failing: bool, rows: dict[str, Any]) -> list[str]:
+    """Types that are named, or have a cell that fails, or, without either, have no row yet."""
+    if names:
+        return names
+    if failing:
+        return [kind for kind in family_models.TYPES if kind not in rows or FAILS in results(rows[kind])]
+    return [kind for kind in family_models.TYPES if kind not in rows]
+
+
+def main(argv: list[str]) -> None:
+    """Run the board, or a part of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--failing", action="store_true", help="redo the types that have a cell that fails")
+    parser.add_argument("--hang", type=float, default=HANG_SECONDS, help="seconds after which a rank hangs")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args(argv)
+    quieten()
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    start_server()
+    document = json.loads(arguments.results.read_text()) if arguments.results.exists() else {"types": {}}
+    todo = types_to_do(arguments.types, arguments.failing, document["types"])
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        contextlib.closing(Board(Path(temporary), arguments.hang)) as board,
+    ):
+        for kind in todo:
+            row = board.row_of(kind)
+            document = json.loads(arguments.results.read_text()) if arguments.results.exists() else {"types": {}}
+            document["limits"] = {"losses": EQUAL, "bf16": BF16, "logits": RELOADED}
+            document |= {"hardware": hardware_facts("cpu"), "versions": library_versions()}
+            document["types"][kind] = row
+            document["types"] = dict(sorted(document["types"].items()))
+            write_json(arguments.results, document)
+            counts = Counter(results(row))
+            print(kind, row["seconds"], dict(counts), failures(row), flush=True)
+
+
+def failures(row: dict[str, Any]) -> dict[str, str]:
+    """The cells of a row that are not equal, in words."""
+    cells = row.get("cells", {})
+    words = {name: cell.get("error") or ",".join(cell.get("codes", ())) for name, cell in cells.items()}
+    return {name: text for name, text in words.items() if text} or ({"": row["unsupported"]} if not cells else {})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
