@@ -40,9 +40,9 @@ class Unsupported(Exception):
 
 
 @functools.cache
-def families() -> dict[str, dict[str, Any]]:
-    """Read families.yaml: what is known of each type, by its name."""
-    return yaml.safe_load(DATA.read_text())["types"]
+def board_data() -> dict[str, Any]:
+    """Read families.yaml: what is known of each type, and of errors."""
+    return yaml.safe_load(DATA.read_text())
 
 
 def write_family(kind: str, folder: Path) -> FamilyModel:
@@ -63,7 +63,7 @@ def write_family(kind: str, folder: Path) -> FamilyModel:
 
 def whole_config(kind: str) -> tuple[str, PretrainedConfig]:
     """A configuration of a type, and where it is from: a real model, else its class's defaults. Raises Unsupported."""
-    entry = families().get(kind, {})
+    entry = board_data()["types"].get(kind, {})
     if "config" in entry:
         source = entry.get("source", DEFAULTS)
         values = entry["config"]

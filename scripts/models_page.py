@@ -37,7 +37,7 @@ Of {cells} cells, **{equal} are equal**, {refused} are refused before weights ar
 - **ZeRO-2**, **ZeRO-3** and **FSDP2** train on two processes, **LoRA** on all linear layers under ZeRO-3 (compared with
   LoRA in one process), **recomputed** under ZeRO-3 with activation checkpointing. **Packed** trains all rows as one
   pack: the losses are those of the separate rows. A cell is the largest relative difference of a loss; the limit is
-  {limit:g}.
+  {limit:g}. Routers have no balancing loss, which is one of a micro batch by its definition.
 - **bf16** trains under ZeRO-2, and its losses differ by less than {bf16:.0%} from those in fp32.
 - **Saved** loads what ZeRO-3 has saved with transformers alone, and compares logits. **Resumed** goes on from a
   checkpoint of ZeRO-3.
