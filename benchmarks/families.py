@@ -285,6 +285,7 @@ def read_results(path: Path) -> dict[str, Any]:
 def write_row(kind: str, row: dict[str, Any], path: Path) -> None:
     """Add a type's row, with where it was measured."""
     document = read_results(path)
+    document["known"] = len(family_models.TYPES)  # to transformers
     document["limits"] = {"losses": EQUAL, "bf16": BF16, "logits": RELOADED}
     document |= {"hardware": hardware_facts("cpu"), "versions": library_versions()}
     document["types"] = dict(sorted((document["types"] | {kind: row}).items()))
