@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ VOCABULARY = 1391  # more than the tokenizer's, and no multiple of the ranks
 DEFAULTS = "its class's defaults"
 MOST_PARAMETERS = 100_000_000
 SEED = 0
+CHUNK = re.compile(r"^(mamba_)?chunk_size$")  # tokens of a step of a state space, which changes no result
+SMALL_CHUNK = 16  # the reference kernels' memory grows with its square
 
 
 class FamilyModel(NamedTuple):
@@ -108,6 +111,8 @@ def change_part(values: dict[str, Any]) -> None:
             values[key] = VOCABULARY - others  # a token that no row has
         elif "vocab" in key and type(value) is int and value > VOCABULARY:
             values[key] = VOCABULARY
+        elif CHUNK.search(key) and isinstance(value, int):
+            values[key] = min(value, SMALL_CHUNK)
         elif RANDOM.search(key) and isinstance(value, float):
             values[key] = 0.0
         elif key == "is_decoder":

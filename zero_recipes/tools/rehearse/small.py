@@ -145,9 +145,9 @@ def narrower_configs(whole: SmallConfig, shares: int) -> Iterator[SmallConfig]:
     """Narrower forms of a configuration, the narrowest first, for a caller that tries which of them run.
 
     1. Fewer heads, in proportion to the key and value heads, and every other width in proportion to the hidden size.
-    2. As many heads, and every width divided by one number: sums and products of widths hold, as latent attention
-       and state spaces ask for.
-    3. The feed-forward layers alone.
+    2. The same with fewer heads of every kind, those of a state space too.
+    3. As many heads, and every width divided by one number: sums and products of widths hold.
+    4. The feed-forward layers alone.
     Each with few experts first, then with all.
 
     `shares`: ranks that share the heads.
