@@ -152,6 +152,7 @@ def narrower_configs(whole: SmallConfig, shares: int) -> Iterator[SmallConfig]:
 
     `shares`: ranks that share the heads.
     """
+    seen = []
     for has_few_experts in (True, False):
         changed = []
         sizes = Sizes(whole.config)
@@ -166,4 +167,6 @@ def narrower_configs(whole: SmallConfig, shares: int) -> Iterator[SmallConfig]:
                 config = narrower.config()
             except Exception:  # a class's own checks may raise anything
                 continue
-            yield SmallConfig(config, [*whole.cuts, *changed, *cuts])
+            if narrower.values not in seen:  # without other heads the second is the first
+                seen.append(narrower.values)
+                yield SmallConfig(config, [*whole.cuts, *changed, *cuts])
