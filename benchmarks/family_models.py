@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ VOCABULARY = 1391  # more than the tokenizer's, and no multiple of the ranks
 DEFAULTS = "its class's defaults"
 MOST_PARAMETERS = 100_000_000
 SEED = 0
+CHUNK = re.compile(r"^(mamba_)?chunk_size$")  # tokens of a step of a state space, which changes no result
+SMALL_CHUNK = 16  # the reference kernels' memory grows with its square
 
 
 class FamilyModel(NamedTuple):
@@ -40,9 +43,9 @@ class Unsupported(Exception):
 
 
 @functools.cache
-def families() -> dict[str, dict[str, Any]]:
-    """Read families.yaml: what is known of each type, by its name."""
-    return yaml.safe_load(DATA.read_text())["types"]
+def board_data() -> dict[str, Any]:
+    """Read families.yaml: what is known of each type, and of errors."""
+    return yaml.safe_load(DATA.read_text())
 
 
 def write_family(kind: str, folder: Path) -> FamilyModel:
@@ -63,7 +66,7 @@ def write_family(kind: str, folder: Path) -> FamilyModel:
 
 def whole_config(kind: str) -> tuple[str, PretrainedConfig]:
     """A configuration of a type, and where it is from: a real model, else its class's defaults. Raises Unsupported."""
-    entry = families().get(kind, {})
+    entry = board_data()["types"].get(kind, {})
     if "config" in entry:
         source = entry.get("source", DEFAULTS)
         values = entry["config"]
@@ -108,6 +111,8 @@ def change_part(values: dict[str, Any]) -> None:
             values[key] = VOCABULARY - others  # a token that no row has
         elif "vocab" in key and type(value) is int and value > VOCABULARY:
             values[key] = VOCABULARY
+        elif CHUNK.search(key) and isinstance(value, int):
+            values[key] = min(value, SMALL_CHUNK)
         elif RANDOM.search(key) and isinstance(value, float):
             values[key] = 0.0
         elif key == "is_decoder":

@@ -25,7 +25,7 @@ COLUMNS = {
 }
 PAGE = """# Models
 
-Every type of causal model that transformers {transformers} knows, {types} of them, made small with random weights and
+Types of causal models that transformers {transformers} knows, {types} of {known}, made small with random weights and
 trained by `run_sft.py`'s own code on CPUs ({date}). The board shows that the results are right, and nothing about
 speed: kernels for GPUs do not run. A row says that a type's code trains. The real model needs memory ([plan](plan.md)),
 and may have a tokenizer or a template with traps of its own (`zero-recipes check --data`).
@@ -37,7 +37,7 @@ Of {cells} cells, **{equal} are equal**, {refused} are refused before weights ar
 - **ZeRO-2**, **ZeRO-3** and **FSDP2** train on two processes, **LoRA** on all linear layers under ZeRO-3 (compared with
   LoRA in one process), **recomputed** under ZeRO-3 with activation checkpointing. **Packed** trains all rows as one
   pack: the losses are those of the separate rows. A cell is the largest relative difference of a loss; the limit is
-  {limit:g}.
+  {limit:g}. Routers have no balancing loss, which is one of a micro batch by its definition.
 - **bf16** trains under ZeRO-2, and its losses differ by less than {bf16:.0%} from those in fp32.
 - **Saved** loads what ZeRO-3 has saved with transformers alone, and compares logits. **Resumed** goes on from a
   checkpoint of ZeRO-3.
@@ -62,6 +62,7 @@ def models_page() -> str:
         PAGE.format(
             transformers=document["versions"]["transformers"],
             types=len(rows),
+            known=document["known"],
             date=max(row["date"] for row in rows.values()),
             cells=counts.total() - counts["not run"],
             equal=counts["equal"],
@@ -80,21 +81,28 @@ def models_page() -> str:
         cells = [in_words(row["cells"][name]) for name in COLUMNS]
         page.append(f"| `{kind}` | {known.get('example', '')} | {' | '.join(cells)} | {known.get('know', '')} |\n")
     page += ["\n## Cells that fail\n\n", *failing(built, data["explained"])]
-    page += ["\n## Not built\n\nWhat transformers raises, or why a type has no row:\n\n"]
-    for kind, row in rows.items():
-        if "unsupported" in row:
-            why = explanation("built", row["unsupported"], data["explained"])
-            page.append(f"- `{kind}`: {code(row['unsupported'])}{why}\n")
+    page += ["\n## Not built\n\n"]
+    page += [not_built(kind, row["unsupported"], data["explained"]) for kind, row in rows.items() if kind not in built]
     return "".join(page)
+
+
+def not_built(kind: str, error: str, explained: list[dict[str, Any]]) -> str:
+    """A line for a type without cells: what its class raises, and what is known of it."""
+    return f"- `{kind}`: {code(error)}{explanation('built', error, explained)}\n"
 
 
 def in_words(cell: dict[str, Any]) -> str:
     """A cell of the table."""
     if cell["result"] == "equal":
-        return f"{cell['gap']:.0e}" if "gap" in cell else "trains"
+        return written(cell["gap"]) if "gap" in cell else "trains"
     if cell["result"] == "refused":
         return " ".join(f"[{name}](codes.md#{name.lower()})" for name in dict.fromkeys(cell["codes"]))
     return "**fails**" if cell["result"] == "fails" else ""
+
+
+def written(gap: float) -> str:
+    """A difference: 7e-08, or 0."""
+    return f"{gap:.0e}" if gap else "0"
 
 
 def failing(rows: dict[str, Any], explained: list[dict[str, Any]]) -> list[str]:

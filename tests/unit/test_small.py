@@ -79,6 +79,7 @@ def test_every_kind_of_layer_stays():
 
 def test_lists_that_say_nothing_of_a_kind():
     assert entries_by_layer({"moe_layers": [0, 1, 2, 3]}, 4) == {"moe_layers": [True] * 4}
+    assert entries_by_layer({"full_attn_idxs": [0, 1, 2, 3]}, 4) == {"full_attn_idxs": [True] * 4}
     assert entries_by_layer({"mrope_section": [24, 20, 20]}, 4) == {}
     assert entries_by_layer({"first_k_dense_replace": 1}, 3) == {"first_k_dense_replace": [True, False, False]}
 

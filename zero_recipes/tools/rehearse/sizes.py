@@ -23,7 +23,7 @@ LEAST_HEAD_WIDTH = 8
 LAYERS = re.compile(r"(num|n)_((hidden|encoder|decoder)_)?layers?|(encoder|decoder)_layers")
 FIRST_LAYERS = re.compile(r"first_k_dense_replace|num_dense_layers")  # so many of the first layers are of another kind
 LAST_LAYERS = re.compile(r"num_kv_shared_layers")  # so many of the last ones
-NUMBERS_OF_LAYERS = re.compile(r"layers?$|layer_(ids|idxs?|indices)$")
+NUMBERS_OF_LAYERS = re.compile(r"layers?$|(?<!token)_(ids|idxs?|indices)$")
 EXPERTS_IN_ALL = re.compile(r"(moe_)?(num|n)_((local|routed)_)?experts")
 EXPERTS_OF_A_TOKEN = re.compile(r"num_experts_per_tok(en)?|(moe_)?top_?k(_experts)?|moe_(top_)?k")
 GROUPS = re.compile(r"n_group|num_expert_group")
@@ -35,6 +35,7 @@ NO_WIDTH = re.compile(
     r"conv|kernel|vocab|num|heads|^n_(?!embd)|layers|window|position|multiple|multiplier|state|act|dropout|init|model_base|eps|token"
 )
 WIDTH_OF_A_HEAD = re.compile(r"head_?(dim|size)|d_head|dim_head|rotary_dim|kv_channels")
+HEADS = re.compile(r"(^|_)heads$")
 HANDED_TO_TEXT = re.compile(r"out|proj|text|llm")
 WIDTH_OF_FEED_FORWARD = re.compile(r"intermediate_size|ffn|dff|feed_forward|dim_ff|d_inner")
 
@@ -159,6 +160,7 @@ class Sizes:
         heads = self._get("num_attention_heads")
         if isinstance(heads, int):
             yield partial(Sizes.take_heads, shares=shares)
+            yield partial(Sizes.take_heads, shares=shares, of_every_kind=True)
         width = self.width_of_heads()
         divisor = 1
         while hidden >= 2 * divisor * LEAST_HIDDEN and (width is None or width >= 2 * divisor * LEAST_HEAD_WIDTH):
@@ -176,11 +178,12 @@ class Sizes:
         heads = self._get("num_attention_heads")
         return self._get("hidden_size") // heads if isinstance(heads, int) else None
 
-    def take_heads(self, shares: int) -> list[str]:
+    def take_heads(self, shares: int, of_every_kind: bool = False) -> list[str]:
         """Keep a few heads and narrow them; every other width follows. Returns what was cut, in words.
 
         Heads stay in proportion to key and value heads, other widths to the hidden size.
-        `shares`: ranks that share the heads.
+        `shares`: ranks that share the heads. `of_every_kind`: those of a state space or an indexer are fewer, too, and
+        widths are rounded no more than they must, so that products of heads and widths hold.
         """
         hidden = self._get("hidden_size")
         heads = self._get("num_attention_heads")
@@ -196,9 +199,14 @@ class Sizes:
         for part in self.parts:
             for key, value in widths(part):
                 if WIDTH_OF_A_HEAD.search(key):
-                    part[key] = each(value, lambda number: max(1, round(number * narrower_heads)))
+                    part[key] = each(value, lambda number: scaled(number, narrower_heads))
+                elif of_every_kind and not WIDTH_OF_FEED_FORWARD.search(key):
+                    part[key] = each(value, lambda number: scaled(number, share))
                 else:
                     part[key] = each(value, lambda number: narrowed(number, share))
+            for key, value in named(part):
+                if of_every_kind and HEADS.search(key) and type(value) is int:
+                    part[key] = scaled(value, new_heads / heads)
             if part is not self.text and part.get("num_key_value_heads") is not None:  # of single layers
                 part["num_key_value_heads"] = min(new_keys, part["num_key_value_heads"])
         self.text[self._name("num_attention_heads")] = new_heads
@@ -321,6 +329,11 @@ def has_numbers_by_frequency(part: dict[str, Any]) -> bool:
 def each(value: int | list[int], change: Callable[[int], int]) -> int | list[int]:
     """A width, or a list of them, changed."""
     return [change(number) for number in value] if isinstance(value, list) else change(value)
+
+
+def scaled(value: int, share: float) -> int:
+    """Scale a number, to 1 at least."""
+    return max(1, round(value * share))
 
 
 def divided(value: int, divisor: int) -> int:

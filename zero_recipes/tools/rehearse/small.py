@@ -145,13 +145,14 @@ def narrower_configs(whole: SmallConfig, shares: int) -> Iterator[SmallConfig]:
     """Narrower forms of a configuration, the narrowest first, for a caller that tries which of them run.
 
     1. Fewer heads, in proportion to the key and value heads, and every other width in proportion to the hidden size.
-    2. As many heads, and every width divided by one number: sums and products of widths hold, as latent attention
-       and state spaces ask for.
-    3. The feed-forward layers alone.
+    2. The same with fewer heads of every kind, those of a state space too.
+    3. As many heads, and every width divided by one number: sums and products of widths hold.
+    4. The feed-forward layers alone.
     Each with few experts first, then with all.
 
     `shares`: ranks that share the heads.
     """
+    seen = []
     for has_few_experts in (True, False):
         changed = []
         sizes = Sizes(whole.config)
@@ -166,4 +167,6 @@ def narrower_configs(whole: SmallConfig, shares: int) -> Iterator[SmallConfig]:
                 config = narrower.config()
             except Exception:  # a class's own checks may raise anything
                 continue
-            yield SmallConfig(config, [*whole.cuts, *changed, *cuts])
+            if narrower.values not in seen:  # without other heads the second is the first
+                seen.append(narrower.values)
+                yield SmallConfig(config, [*whole.cuts, *changed, *cuts])
