@@ -40,11 +40,10 @@ def train(argv: list[str], errors: str, reloads: bool = False) -> dict:
 
 def described(error: BaseException) -> str:
     """An error in a line, with the place in the code that it comes from."""
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
+    text = " ".join(str(error).split())
     place = traceback.extract_tb(error.__traceback__)[-1]
     file = "/".join(Path(place.filename).parts[-2:])
-    return f"{type(error).__name__}: {first}"[:300] + f" ({file}:{place.lineno})"
+    return f"{type(error).__name__}: {text}"[:300] + f" ({file}:{place.lineno})"
 
 
 def distance_of_saved(trained: PreTrainedModel, folder: Path) -> float:

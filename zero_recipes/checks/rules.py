@@ -76,6 +76,7 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     yield from _experts_in_16_bits(run)
     if run.strategy.is_fsdp and run.world_size > 1:
         yield from trained_heads(run)
+        yield from torn_parameters(run)
 
 
 # ---- saving, evaluating, ending
@@ -418,6 +419,36 @@ def trained_heads(run: Run) -> Iterator[Finding]:
             return
     if not is_tied and not has_final_norm(model):
         yield finding("ZR437", kind=type(model).__name__)
+
+
+def torn_parameters(run: Run) -> Iterator[Finding]:
+    """Parameters that two modules share, which FSDP2 shards apart: BERT's LM heads have their bias twice.
+
+    FSDP2 shards each layer, the LM head and the rest for themselves. accelerate takes care of a tied embedding alone.
+    """
+    model = bare_model(run)
+    if model is None or run.settings.use_peft:
+        return
+    embedding = model.get_input_embeddings()
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    sharded = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__ in layers or module is model.get_output_embeddings()
+    ]
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if embedding is None or parameter is not embedding.weight:
+            names.setdefault(id(parameter), []).append(name)
+    torn = []
+    for shared in names.values():
+        places = {
+            max((part for part in sharded if name.startswith(f"{part}.")), key=len, default="") for name in shared
+        }
+        if len(places) > 1:
+            torn.append(" and ".join(shared[:2]))
+    if torn:
+        yield finding("ZR439", names=", ".join(torn[:3]))
 
 
 def packing(run: Run) -> Iterator[Finding]:
