@@ -7,11 +7,12 @@ from pathlib import Path
 import peft
 import torch
 from torch import distributed
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import run_sft
 from zero_recipes.core.findings import Refusal
+from zero_recipes.model.towers import auto_class
 
 LOOKED_AT = 12  # tokens
 
@@ -46,6 +47,12 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300] + f" ({file}:{place.lineno})"
 
 
+def loaded_whole(folder: str | Path) -> PreTrainedModel:
+    """A model as transformers loads it, with its towers where it is a composite one."""
+    config = AutoConfig.from_pretrained(folder)
+    return auto_class(config).from_pretrained(folder, dtype=torch.float32)
+
+
 def distance_of_saved(trained: PreTrainedModel, folder: Path) -> float:
     """How far the logits of a saved model lie from the trained one's, in shares of the largest."""
     tokens = torch.arange(2, 2 + LOOKED_AT)[None]
@@ -56,10 +63,10 @@ def distance_of_saved(trained: PreTrainedModel, folder: Path) -> float:
     config = folder / "adapter_config.json"
     if config.is_file():
         base = json.loads(config.read_text())["base_model_name_or_path"]
-        loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        loaded = loaded_whole(base)
         loaded = peft.PeftModel.from_pretrained(loaded, folder)
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        loaded = loaded_whole(folder)
     loaded.eval()
     with torch.no_grad():
         got = loaded(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from zero_recipes.engine.huggingface import without_deepspeed_announcement
 from zero_recipes.engine.linear_attention import computed_in_torch, kernels_of
 from zero_recipes.model.build import build_on_meta
+from zero_recipes.model.towers import auto_class
 
 VOCABULARY = 128
 TOKENS = range(10, 100)  # that a row may have: special tokens are others
@@ -105,7 +106,7 @@ def _with_random_weights(
         raise ValueError(f"{parameters} parameters")
     with torch.random.fork_rng(devices=[]), without_deepspeed_announcement():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config,
             trust_remote_code=trust_remote_code,
             dtype=torch.float32,
