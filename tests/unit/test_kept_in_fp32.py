@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import BertConfig, Ernie4_5_MoeConfig, T5Config, T5ForConditionalGeneration
+from transformers import BertConfig, CTRLConfig, Ernie4_5_MoeConfig, T5Config, T5ForConditionalGeneration
 
 from tests.helpers.faults import MASTERS, NVME, ds_config, findings_in, found_in, zero
 from tests.helpers.tiny import llama_config, write_recipe
@@ -143,3 +143,12 @@ def test_a_parameter_that_two_groups_of_fsdp2_would_share(tmp_path):
     assert ("error", "ZR439") not in found({"deepspeed": ds_config(3)})
     llama_config(tie_word_embeddings=True).save_pretrained(tmp_path / "model")
     assert ("error", "ZR439") not in found(FSDP2)
+
+
+def test_a_class_that_cannot_recompute(tmp_path):
+    path = write_recipe(tmp_path, activation_checkpointing=True)
+    found = partial(found_in, path)
+    assert ("error", "ZR440") not in found({})
+    CTRLConfig(vocab_size=1031, n_embd=32, dff=64, n_layer=1, n_head=2).save_pretrained(tmp_path / "model")
+    assert ("error", "ZR440") in found({})
+    assert ("error", "ZR440") not in found({"activation_checkpointing": False})

@@ -74,6 +74,7 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     yield from sequence_parallelism(run)
     yield from rounded_parameters(run)
     yield from _experts_in_16_bits(run)
+    yield from recomputation(run)
     if run.strategy.is_fsdp and run.world_size > 1:
         yield from trained_heads(run)
         yield from torn_parameters(run)
@@ -419,6 +420,13 @@ def trained_heads(run: Run) -> Iterator[Finding]:
             return
     if not is_tied and not has_final_norm(model):
         yield finding("ZR437", kind=type(model).__name__)
+
+
+def recomputation(run: Run) -> Iterator[Finding]:
+    """A model whose class cannot compute its layers again in the backward pass."""
+    model = bare_model(run)
+    if model is not None and run.settings.recomputes and not model.supports_gradient_checkpointing:
+        yield finding("ZR440", kind=type(model).__name__)
 
 
 def torn_parameters(run: Run) -> Iterator[Finding]:
