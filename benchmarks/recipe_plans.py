@@ -39,6 +39,7 @@ MACHINES = {
     "llama-3.1-8b-qlora": [(1, "rtx4090-24gb", "single")],
     "llama-3.2-1b": [(1, "a100-40gb", "single")],
     "llama-3.2-3b-lora": [(1, "rtx4090-24gb", "single")],
+    "ministral-3-8b-lora": [(1, "a100-40gb", "single")],
     "mistral-7b-qlora": [(1, "rtx4090-24gb", "single")],
     "mistral-small-24b-lora": [(1, "h100-80gb", "single")],
     "nemotron-3-nano-lora": [(1, "h200-141gb", "single")],
