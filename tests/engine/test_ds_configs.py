@@ -101,7 +101,8 @@ NAMES = [name for name, recipe in RECIPES.items() if recipe.get("assistant_only_
 
 
 # architectures that only the grid trains by a recipe: each run takes Qwen3.5 and Gemma 4 E4B of those of 2026
-IN_THE_GRID = {"gemma4_unified", "glm4_moe_lite", "granitemoehybrid", "lfm2", "mistral3", "nemotron_h", "olmo3", "qwen3_5_moe"}
+IN_THE_GRID = {"gemma4_unified", "glm4_moe_lite", "granitemoehybrid", "lfm2", "mistral3", "nemotron_h", "olmo3"}
+IN_THE_GRID |= {"qwen3_5_moe"}
 
 
 def recipes_of_conversations() -> list:
