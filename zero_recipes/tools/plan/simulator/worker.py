@@ -36,6 +36,7 @@ from zero_recipes.engine.deepspeed import base_optimizer, gradient_tensors, opti
 from zero_recipes.engine.faults import adapters_rounded_at_stage_3
 from zero_recipes.engine.faults.four_bit_on_cpu import keep_4bit_layout
 from zero_recipes.engine.faults.leaf_modules_of_adapters import let_inputs_have_gradients
+from zero_recipes.engine.faults.stage_3_one_dtype import one_dtype_of_what_trains
 from zero_recipes.engine.huggingface import rows_are_cut
 from zero_recipes.engine.speed import norms
 from zero_recipes.engine.warnings import quieten
@@ -178,13 +179,16 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
     count = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
     rows = _rows(training_args.max_length, count * job.world_size)
     with rows_are_cut(training_args):  # without max_length
-        return WatchedSFTTrainer(
+        trainer = WatchedSFTTrainer(
             model=model,
             args=training_args,
             train_dataset=rows,
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
             peft_config=spare_towers(adapter_config(job.settings), model),
         )
+    if strategy.zero_stage == 3 and (training_args.bf16 or training_args.fp16):
+        one_dtype_of_what_trains(trainer.model)
+    return trainer
 
 
 def _model(job: Job, model_args, main_device: torch.device) -> torch.nn.Module:
