@@ -105,13 +105,17 @@ def _with_random_weights(
     if parameters > MOST_PARAMETERS:
         raise ValueError(f"{parameters} parameters")
     with torch.random.fork_rng(devices=[]), without_deepspeed_announcement():
-        torch.manual_seed(0)
-        model = auto_class(config).from_config(
-            config,
-            trust_remote_code=trust_remote_code,
-            dtype=torch.float32,
-            attn_implementation=attn_implementation,
-        ).eval()
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed GPUs, too
+        model = (
+            auto_class(config)
+            .from_config(
+                config,
+                trust_remote_code=trust_remote_code,
+                dtype=torch.float32,
+                attn_implementation=attn_implementation,
+            )
+            .eval()
+        )
         for parameter in model.parameters():
             parameter.requires_grad_(False)
             if parameter.dim() > 1:  # larger than the class draws them: attention is to matter

@@ -5,7 +5,8 @@ of the padding token, which was loaded. At stage 3 the embedding is partitioned,
 
 Library: transformers 5.23, models/youtu/modeling_youtu.py (`_init_weights`).
 Upstream: none found.
-Here: an embedding whose weights were loaded is not initialized, in any class.
+Here: an embedding that has nothing but weights, which were loaded, is not initialized, in any class. Gemma's have a scale
+    as well, which no file holds.
 
 See it: one CPU
 
@@ -35,7 +36,12 @@ def apply() -> None:
 
     @replaces(PreTrainedModel, "_initialize_weights")
     def initialize(initialize_module, self, module, *arguments, **keywords):
-        weight = getattr(module, "weight", None)
-        if isinstance(module, torch.nn.Embedding) and getattr(weight, "_is_hf_initialized", False):
+        if isinstance(module, torch.nn.Embedding) and is_loaded_whole(module):
             return
         initialize_module(self, module, *arguments, **keywords)
+
+
+def is_loaded_whole(embedding: torch.nn.Embedding) -> bool:
+    """Whether the files had all that an embedding holds."""
+    tensors = [*embedding.parameters(recurse=False), *embedding.buffers(recurse=False)]
+    return all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors)
