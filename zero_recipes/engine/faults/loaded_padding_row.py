@@ -5,8 +5,7 @@ of the padding token, which was loaded. At stage 3 the embedding is partitioned,
 
 Library: transformers 5.23, models/youtu/modeling_youtu.py (`_init_weights`).
 Upstream: none found.
-Here: an embedding that has nothing but weights, which were loaded, is not initialized, in any class. Gemma's have a scale
-    as well, which no file holds.
+Here: an embedding of which all was loaded is not initialized, in any class. Gemma's have a scale that no file holds.
 
 See it: one CPU
 
