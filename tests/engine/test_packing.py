@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -18,6 +18,7 @@ from tests.helpers.tools import before
 from zero_recipes.engine import attention
 from zero_recipes.engine.linear_attention import computed_in_torch, kernels_of
 from zero_recipes.model.packed import find_out
+from zero_recipes.tools.plan.job import known_models
 
 FLASH = "kernels-community/flash-attn2"
 # whose packed rows stay apart; of these two sdpa is not told where rows begin (cu_seq_lens_q)
@@ -303,3 +304,16 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(two, tmp_path
             break
     assert_same(packed, padded)
     assert packed[0]["tokens"]["all"] < 0.8 * padded[0]["tokens"]["all"]
+
+
+def composites() -> list:
+    """Known models with a text model of their own inside; each run of the tests takes Qwen3.5-4B."""
+    names = {entry["model"] for entry in known_models().values() if "text_config" in entry["config"]}
+    return [name if name == "Qwen/Qwen3.5-4B" else grid(name) for name in sorted(names)]
+
+
+@pytest.mark.parametrize("name", composites())
+def test_a_small_model_is_made_of_a_composite_one_whose_towers_are_large(name):
+    found = find_out(AutoConfig.for_model(**known_models()[name]["config"]))
+    assert found.are_apart
+    assert bool(found.missing) == name.startswith("Qwen/Qwen3.")

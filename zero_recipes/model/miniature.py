@@ -27,7 +27,7 @@ EXPERTS = 4
 MLP_WIDTH = 64
 NARROW = 128  # a hidden size
 # names of the same number in the configurations of transformers 5.23
-LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers", "encoder_layers")
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers", "encoder_layers", "depth")
 HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embed_dim", "embedding_dim", "emb_dim")
 HEAD_COUNTS = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "attention_heads")
 MLP_WIDTHS = (
@@ -176,13 +176,14 @@ def small_config(
     """
     values = copy.deepcopy(config.to_dict())
     values.pop("quantization_config", None)
-    text = config.get_text_config()
+    text = _values_of(config.get_text_config(), config, values)
     for part in _parts(config, values):
-        _shorten(part, min(layers, _layers(part) or layers))
+        kept = layers if part is values or part is text else 1  # of a tower, which rows of text never reach
+        _shorten(part, min(kept, _layers(part) or kept))
         _cut_vocabulary(part)
         _cut_mlp(part)
         _cut_windows(part, longest)
-    cut_heads(_values_of(text, config, values))
+    cut_heads(text)
     return type(config).from_dict(values)
 
 
