@@ -45,6 +45,7 @@ LORA = {
     "lora_dropout": 0.0,
     "lora_target_modules": "all-linear",
     "learning_rate": 2e-2,
+    "adam_epsilon": 1e-4,  # where a gradient is 0 but for rounding, Adam would make a whole step of the rounding
 }
 PACKED = {"packing": True, "per_device_train_batch_size": 1, "global_batch_size": 1}
 SAVES = {"save_model": True, "save_strategy": "steps", "save_steps": SAVED_AT}

@@ -20,7 +20,7 @@ WIDE_ENOUGH = 128  # a hidden size that is left as it is
 LEAST_HIDDEN = 64  # where every width is divided by one number
 LEAST_HEAD_WIDTH = 8
 # names of keys
-LAYERS = re.compile(r"(num|n)_((hidden|encoder|decoder)_)?layers?|(encoder|decoder)_layers")
+LAYERS = re.compile(r"(num|n)_((hidden|encoder|decoder)_)?layers?|(encoder|decoder)_layers|depth")
 FIRST_LAYERS = re.compile(r"first_k_dense_replace|num_dense_layers")  # so many of the first layers are of another kind
 LAST_LAYERS = re.compile(r"num_kv_shared_layers")  # so many of the last ones
 NUMBERS_OF_LAYERS = re.compile(r"layers?$|(?<!token)_(ids|idxs?|indices)$")
