@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-ALL_LINEAR = "all-linear"  # PEFT 0.21, utils/constants.py
+from zero_recipes.model.config import takes_all_linear
 
 
 def module_kinds(model: nn.Module) -> list[str]:
@@ -40,12 +40,6 @@ def matches(config: Any, modules: list[str], **changes: Any) -> bool:
     for key, value in changes.items():
         setattr(changed, key, value)
     return any(check_target_module_exists(changed, module) for module in modules if module)
-
-
-def takes_all_linear(config: Any) -> bool:
-    """Whether an adapter's configuration asks for every linear layer, by PEFT's word for it."""
-    targets = config.target_modules
-    return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
 
 def named_modules(model: nn.Module, config: Any) -> list[str]:

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from zero_recipes.checks.adapter_names import named_modules, tails, takes_all_linear, texts
+from zero_recipes.checks.adapter_names import named_modules, tails, texts
 from zero_recipes.config.ds_config import quiet
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding, first_line
-from zero_recipes.model.config import adapter_config
+from zero_recipes.model.config import adapter_config, takes_all_linear
 from zero_recipes.model.experts import fused_experts
 
 SHOWN = 12  # names of layers

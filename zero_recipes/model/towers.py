@@ -31,7 +31,8 @@ from transformers.utils import (
     cached_file,
 )
 
-ALL_LINEAR = "all-linear"  # PEFT's word
+from zero_recipes.model.config import takes_all_linear
+
 # what AutoProcessor reads beside a tokenizer; some of these names are the same
 PROCESSOR_FILES = sorted({PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME})
 
@@ -129,8 +130,7 @@ def spare_towers(adapter: Any, model: PreTrainedModel | None) -> Any:
     """
     if adapter is None or model is None or not hasattr(adapter, "exclude_modules"):
         return adapter
-    wanted = getattr(adapter, "target_modules", None)
-    is_chosen_here = wanted is None or (isinstance(wanted, str) and wanted.lower() == ALL_LINEAR)
+    is_chosen_here = getattr(adapter, "target_modules", None) is None or takes_all_linear(adapter)
     towers = tower_names(model)
     if not towers or not is_chosen_here or getattr(adapter, "target_parameters", None):
         return adapter
