@@ -4,15 +4,18 @@ import copy
 import json
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from tests.helpers import leaf_cases
 from tests.helpers.group import CaseFailed
 from tests.helpers.seeded import grid
-from tests.helpers.tiny import NEVER_KEPT, ROOT, write_recipe
+from tests.helpers.tiny import NEVER_KEPT, ROOT, write_model, write_recipe
 
 RECOMPUTED = {"activation_checkpointing": True}
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 WORKAROUND = "zero_recipes.model.load.let_inputs_have_gradients"
+OF_LISTS = "zero_recipes.model.load.return_tuples"
 
 
 def written(folder, name: str, by_layer: bool, keys: dict) -> list[str]:
@@ -45,3 +48,29 @@ def test_a_leaf_module_behind_a_frozen_embedding_is_reduced_too_early(two, tmp_p
     argv = written(tmp_path, "out", True, LORA)
     with pytest.raises(CaseFailed, match="must match the size of tensor"):
         two.run(leaf_cases.train_counted, argv=argv, left_out=WORKAROUND)
+
+
+def with_layers_that_return_lists(folder) -> dict:
+    """Write an OpenAI GPT. Returns the keys of a run that it takes."""
+    torch.manual_seed(0)
+    config = OpenAIGPTConfig(vocab_size=1391, n_positions=256, n_embd=32, n_layer=2, n_head=2)
+    model = write_model(folder / "lists")  # with a tokenizer
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    return {"model_name_or_path": str(model), "bf16": False, "dtype": "float32"}
+
+
+def test_layers_that_return_lists_are_trained(two, tmp_path):
+    keys = with_layers_that_return_lists(tmp_path)
+    by_module, by_layer = (
+        two.run(leaf_cases.train_counted, argv=written(tmp_path, str(leaves), leaves, keys))[0]
+        for leaves in (False, True)
+    )
+    assert by_layer["leaves"] == 2
+    assert by_layer["loss_history"] == by_module["loss_history"]
+
+
+@pytest.mark.private
+def test_gradients_of_layers_that_return_lists_would_be_left(two, tmp_path):
+    argv = written(tmp_path, "out", True, with_layers_that_return_lists(tmp_path))
+    with pytest.raises(CaseFailed, match="unknown parameter type"):
+        two.run(leaf_cases.train_counted, argv=argv, left_out=OF_LISTS)

@@ -19,9 +19,9 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, downgraded, finding, first_line, ignored_codes, raise_errors
 from zero_recipes.model.build import built_or_none
-from zero_recipes.model.config import adapter_config, config_of_file
+from zero_recipes.model.config import config_of_file
 from zero_recipes.model.load import report_of_folder
-from zero_recipes.model.towers import has_text_part, spare_towers
+from zero_recipes.model.towers import adapter_of, has_text_part
 
 # Keys of a recipe that are compared with the run that resumes. With other values of these it is another training ...
 DECIDES = (
@@ -247,7 +247,7 @@ def _other_adapter(
     if base is None:
         return None
     names_of_base = {f"base_model.model.{name}" for name in base.state_dict()}
-    adapter = spare_towers(adapter_config(settings), base)
+    adapter = adapter_of(settings, base)
     own = json.loads(json.dumps(adapter.to_dict(), default=lambda value: getattr(value, "value", str(value))))
     try:
         saved = dict(json.loads((folder / "adapter_config.json").read_text()))

@@ -20,7 +20,7 @@ from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.model.config import adapter_config
-from zero_recipes.model.towers import spare_towers
+from zero_recipes.model.towers import adapter_of
 from zero_recipes.model.trained import trained_parts
 
 # TRL's keys, by the names that PEFT has for them
@@ -53,7 +53,7 @@ def adapted_model(run: Run) -> Any:
     try:
         with quiet():
             model = copy.deepcopy(bare_model(run))
-            adapter = spare_towers(adapter_config(run.settings), model)
+            adapter = adapter_of(run.settings, model)
             return peft.get_peft_model(model, adapter, low_cpu_mem_usage=True)
     except Exception:  # libraries raise whatever they like
         return None
@@ -84,7 +84,7 @@ def adapter_findings(run: Run) -> Iterator[Finding]:
             names = ", ".join(named.unmatched)
             there = ", ".join(list(dict.fromkeys(named.there))[:SHOWN])
             yield finding("ZR446", key=_key_in_recipe(named.key, settings), names=names, there=there or "nothing")
-    yield from target_findings(bare_model(run), adapted, adapter_config(settings))
+    yield from target_findings(bare_model(run), adapted, adapter_of(settings, bare_model(run)))
     if not settings.clones_tokenizer:  # whose tokens TRL adds to the embedding
         yield from _unknown_tokens(bare_model(run), adapter_config(settings))
 

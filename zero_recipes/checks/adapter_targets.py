@@ -16,8 +16,9 @@ from zero_recipes.checks.adapter_names import named_modules, tails, texts
 from zero_recipes.config.ds_config import quiet
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding, first_line
-from zero_recipes.model.config import adapter_config, takes_all_linear
+from zero_recipes.model.config import takes_all_linear
 from zero_recipes.model.experts import fused_experts
+from zero_recipes.model.towers import adapter_of
 
 SHOWN = 12  # names of layers
 
@@ -28,7 +29,7 @@ def refused_targets(model: nn.Module, settings: Settings) -> Iterator[Finding]:
     Nothing where PEFT takes it, and where it refuses it for another reason.
     `model`: without weights; it is not changed.
     """
-    written = adapter_config(settings)
+    written = adapter_of(settings, model)
     if not hasattr(written, "lora_dropout"):  # no adapter, or none that is LoRA
         return
     trial = copy.copy(written)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from zero_recipes.checks.adapter_names import tails
 from zero_recipes.checks.capacity import LITTLE
 from zero_recipes.checks.rule_set import RuleSet
+from zero_recipes.checks.small_step import small_step_findings
 from zero_recipes.config.accelerate import is_on
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings, loaded_dtype
@@ -68,6 +69,7 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     yield from packing(run)
     yield from slow_layers(run)
     yield from own_head(run)
+    yield from small_step_findings(run)
     yield from own_forward(run)
     yield from _loud_routers(run)
     yield from processes(run)

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from zero_recipes.engine.linear_attention import computed_in_torch, kernels_of
-from zero_recipes.model.miniature import TOKENS, miniature, one_thread
+from zero_recipes.model.miniature import TOKENS, found_once, miniature, one_thread
 
 LENGTH = 13
 SAME = 1e-4  # of a token's log probability. Logits that are capped or scaled differ by 0.01 and more.
@@ -20,20 +20,14 @@ SAME = 1e-4  # of a token's log probability. Logits that are capped or scaled di
 def fused_head_fits(config: Any, trust_remote_code: bool = False) -> bool | None:
     """Whether the fused LM head gives the log probabilities that the model's own logits have.
 
-    Looked up where this process has found it before. None where no small model of the class can be made, and for what
-    is no configuration of transformers'.
+    None where no small model of the class can be made, and for what is no configuration of transformers'.
     """
     if not isinstance(config, PretrainedConfig):
         return None
-    key = (type(config), config.to_json_string(use_diff=False), trust_remote_code)
-    if key not in _FOUND:
-        _FOUND[key] = _fits(config, trust_remote_code)
-    return _FOUND[key]
+    return _fits(config, trust_remote_code)
 
 
-_FOUND: dict[tuple, bool | None] = {}  # the same for every run of this process
-
-
+@found_once
 def _fits(config: PretrainedConfig, trust_remote_code: bool) -> bool | None:
     from trl.trainer.utils import add_fused_lm_head
 

@@ -16,6 +16,7 @@ from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.engine.deepspeed import is_partitioned, whole_shape
 from zero_recipes.engine.faults.four_bit_on_cpu import keep_4bit_layout
 from zero_recipes.engine.faults.leaf_modules_of_adapters import let_inputs_have_gradients
+from zero_recipes.engine.faults.leaf_modules_of_lists import return_tuples
 from zero_recipes.engine.faults.unfrozen_parameters import freeze_as_the_class_does
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
 from zero_recipes.model.build import build_on_meta, from_config, from_pretrained
@@ -85,6 +86,7 @@ def load_model(
         if quantization_of(settings, config) is not None:
             keep_4bit_layout(model)
     let_inputs_have_gradients(model, settings)
+    return_tuples(model, settings)
     requested = loading_keywords(settings)["attn_implementation"]
     got = other_attention(model, requested)
     if got is not None:

@@ -6,9 +6,10 @@ packed rows see each other, which logits it gives) depends on its code and its k
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -59,8 +60,26 @@ VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "n_words")
 MAMBA_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
 OF_ATTENTION = ("attention_hidden_size", "num_query_groups")  # Zamba 2's, which follow from the hidden size
 MAMBA_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+Answer = TypeVar("Answer")
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 SMALL_WINDOW = 6
+
+
+def found_once(find: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Remember what a function of a configuration returns, for as long as this process runs.
+
+    `find`: its first argument is the configuration, which stands for itself by its class and its values.
+    """
+    found: dict[tuple, Answer] = {}
+
+    @functools.wraps(find)
+    def look_up(config: PretrainedConfig, *arguments: Any, **keywords: Any) -> Answer:
+        key = (type(config), config.to_json_string(use_diff=False), arguments, tuple(sorted(keywords.items())))
+        if key not in found:
+            found[key] = find(config, *arguments, **keywords)
+        return found[key]
+
+    return look_up
 
 
 def miniature(
@@ -71,18 +90,29 @@ def miniature(
 ) -> PreTrainedModel | None:
     """A small model of the configuration's class, in fp32 on the CPU, for evaluation. None where none can be made.
 
+    It is a copy, which the caller may change.
+
     Args:
         config: of the model itself. It is not changed.
         trust_remote_code: whether code that comes with the model may run.
         longest: tokens of a sequence of the run. Windows that are shorter are made small, too. None: all windows.
         attn_implementation: "sdpa" or "eager". None: what transformers takes.
     """
+    return copy.deepcopy(_first_that_runs(config, trust_remote_code, longest, attn_implementation))
+
+
+@found_once
+def _first_that_runs(
+    config: PretrainedConfig, trust_remote_code: bool, longest: int | None, attn_implementation: str | None
+) -> PreTrainedModel | None:
+    """The first small model whose widths fit each other. Layers that share weights need more than one of a kind."""
     with one_thread(), contextlib.suppress(Exception):  # a model's own code may raise anything
         layers = layers_of_each_kind(build_on_meta(config, trust_remote_code))
-        for cut_heads in (_cut_all_heads, _cut_heads, _cut_no_heads):  # the first whose widths fit each other
-            with contextlib.suppress(Exception):
-                small = small_config(config, layers, cut_heads, longest)
-                return _with_random_weights(small, trust_remote_code, attn_implementation)
+        for count in sorted({layers, MOST_LAYERS}):
+            for cut_heads in (_cut_all_heads, _cut_heads, _cut_no_heads):
+                with contextlib.suppress(Exception):
+                    small = small_config(config, count, cut_heads, longest)
+                    return _with_random_weights(small, trust_remote_code, attn_implementation)
     return None
 
 

@@ -16,7 +16,7 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.engine import attention
 from zero_recipes.engine.huggingface import attention_kernel
 from zero_recipes.engine.linear_attention import KernelCalls, computed_in_torch, kernels_of, missing_packages
-from zero_recipes.model.miniature import TOKENS, miniature, one_thread
+from zero_recipes.model.miniature import TOKENS, found_once, miniature, one_thread
 
 ROW = 13  # tokens of the row that is looked at
 ROWS_BEFORE = (10, 6)  # tokens of one row and of another before it: no width of a model is 23 or 19
@@ -37,7 +37,7 @@ UNKNOWN = PackedRows(None)
 
 
 def packed_rows(config: Any, settings: Settings) -> PackedRows:
-    """Find out what a recipe's model does with packed rows. Looked up where this process has found it before.
+    """Find out what a recipe's model does with packed rows.
 
     `config`: the model's configuration. UNKNOWN for anything else.
     """
@@ -47,21 +47,16 @@ def packed_rows(config: Any, settings: Settings) -> PackedRows:
     longest = None
     if settings.max_length is not None:
         longest = settings.per_device_train_batch_size * settings.max_length
-    key = (type(config), config.to_json_string(use_diff=False), settings.trust_remote_code, attends, longest)
-    if key not in _FOUND:
-        _FOUND[key] = find_out(
-            config,
-            settings.trust_remote_code,
-            longest,
-            in_flash=attention_kernel(attends) is not None,
-            attn_implementation=attends if attends in ("sdpa", "eager") else None,
-        )
-    return _FOUND[key]
+    return find_out(
+        config,
+        settings.trust_remote_code,
+        longest,
+        in_flash=attention_kernel(attends) is not None,
+        attn_implementation=attends if attends in ("sdpa", "eager") else None,
+    )
 
 
-_FOUND: dict[tuple, PackedRows] = {}  # the same for every run of this process
-
-
+@found_once
 def find_out(
     config: PretrainedConfig,
     trust_remote_code: bool = False,

@@ -31,7 +31,8 @@ from transformers.utils import (
     cached_file,
 )
 
-from zero_recipes.model.config import takes_all_linear
+from zero_recipes.config.settings import Settings
+from zero_recipes.model.config import adapter_config, takes_all_linear
 
 # what AutoProcessor reads beside a tokenizer; some of these names are the same
 PROCESSOR_FILES = sorted({PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME})
@@ -117,6 +118,17 @@ def freeze_towers(model: PreTrainedModel) -> None:
     for name, p in model.named_parameters():
         if is_within(name, towers):
             p.requires_grad_(False)
+
+
+def adapter_of(settings: Settings, model: PreTrainedModel | None, has_weights: bool = False) -> Any:
+    """The PeftConfig of a recipe for its model, which leaves the towers out. None without `use_peft`.
+
+    Args:
+        settings: the recipe's.
+        model: the base, on whichever device; None where it is not at hand.
+        has_weights: whether an adapter may start from values that are computed from the model's weights.
+    """
+    return spare_towers(adapter_config(settings, has_weights), model)
 
 
 def spare_towers(adapter: Any, model: PreTrainedModel | None) -> Any:

@@ -33,11 +33,10 @@ from zero_recipes.engine.speed import supervised_positions
 from zero_recipes.engine.speed.cudnn_plans import allow_cudnn
 from zero_recipes.metrics.schema import PredictedMetrics
 from zero_recipes.model import load
-from zero_recipes.model.config import adapter_config
 from zero_recipes.model.fused_head import fused_head_fits
 from zero_recipes.model.packed import packed_rows
 from zero_recipes.model.positions import refuse_unknown_tokens
-from zero_recipes.model.towers import spare_towers
+from zero_recipes.model.towers import adapter_of
 from zero_recipes.training.card import hub
 from zero_recipes.training.token_loss import share_sequences
 
@@ -58,7 +57,7 @@ def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
     """Set up the libraries for a run, and make what its trainer is given. Collective. Raises Refusal on all ranks."""
     settings = run.settings
     arguments = run.trl_arguments().training
-    peft_config = spare_towers(adapter_config(settings, has_weights=True), run.meta.model)
+    peft_config = adapter_of(settings, run.meta.model, has_weights=True)
     _set_up_libraries(run, arguments)
     with clock.phase("model"):
         once_per_node(partial(load.refuse_other_keys, run.config, settings), "reads the names of the model's tensors")

@@ -71,9 +71,8 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
 
     from zero_recipes.checks.adapter_targets import refused_targets
     from zero_recipes.model.build import build_on_meta
-    from zero_recipes.model.config import adapter_config
     from zero_recipes.model.meta import decoder_layers, packed_elements
-    from zero_recipes.model.towers import is_within, spare_towers, tower_names
+    from zero_recipes.model.towers import adapter_of, is_within, tower_names
 
     with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
         config = AutoConfig.for_model(**raw)
@@ -85,7 +84,7 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
         towers = tower_names(model)
         unreached = sum(p.numel() for name, p in model.named_parameters() if is_within(name, towers))
         settings = Settings(dict(lora))
-        peft_config = spare_towers(adapter_config(settings), model)
+        peft_config = adapter_of(settings, model)
         if peft_config is not None:
             try:
                 model = get_peft_model(model, peft_config)

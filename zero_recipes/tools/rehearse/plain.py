@@ -18,8 +18,8 @@ from transformers import Trainer, get_scheduler
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.trl_arguments import WITHOUT_LAUNCH, trl_arguments
-from zero_recipes.model.config import adapter_config, load_config
-from zero_recipes.model.towers import auto_class, freeze_towers, spare_towers
+from zero_recipes.model.config import load_config
+from zero_recipes.model.towers import adapter_of, auto_class, freeze_towers
 from zero_recipes.tools.rehearse import observed
 
 # How far apart fp32 sums in another order may come, as shares. Another optimizer, or gradients that are not summed over
@@ -135,7 +135,7 @@ def plain_model(settings: Settings) -> torch.nn.Module:
     )
     model.config.use_cache = False
     freeze_towers(model)
-    adapter = spare_towers(adapter_config(settings), model)
+    adapter = adapter_of(settings, model)
     if adapter is not None:
         import peft
 

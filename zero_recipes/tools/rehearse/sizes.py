@@ -24,12 +24,12 @@ LAYERS = re.compile(r"(num|n)_((hidden|encoder|decoder)_)?layers?|(encoder|decod
 FIRST_LAYERS = re.compile(r"first_k_dense_replace|num_dense_layers")  # so many of the first layers are of another kind
 LAST_LAYERS = re.compile(r"num_kv_shared_layers")  # so many of the last ones
 NUMBERS_OF_LAYERS = re.compile(r"layers?$|(?<!token)_(ids|idxs?|indices)$")
-EXPERTS_IN_ALL = re.compile(r"(moe_)?(num|n)_((local|routed)_)?experts")
+EXPERTS_IN_ALL = re.compile(r"(moe_)?(num|n)_((local|routed)_)?experts|zero_expert_num")
 EXPERTS_OF_A_TOKEN = re.compile(r"num_experts_per_tok(en)?|(moe_)?top_?k(_experts)?|moe_(top_)?k")
 GROUPS = re.compile(r"n_group|num_expert_group")
 GROUPS_OF_A_TOKEN = re.compile(r"topk_group")
 WIDTH = re.compile(
-    r"hidden|intermediate_size|(embedding|feed_forward|head|proj)_size|dim|rank|width|d_|embd|ffn|dff|channels|headdim|ssm"
+    r"hidden|intermediate_size|(embedding|feed_forward|head|proj)_size|dim|rank|width|(?<![a-z])d_|embd|ffn|dff|channels|headdim|ssm"
 )
 NO_WIDTH = re.compile(
     r"conv|kernel|vocab|num|heads|^n_(?!embd)|layers|window|position|multiple|multiplier|state|act|dropout|init|model_base|eps|token"

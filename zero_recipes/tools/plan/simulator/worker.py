@@ -42,9 +42,8 @@ from zero_recipes.engine.speed import norms
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
-from zero_recipes.model.config import adapter_config
 from zero_recipes.model.meta import size_of
-from zero_recipes.model.towers import auto_class, freeze_towers, spare_towers
+from zero_recipes.model.towers import adapter_of, auto_class, freeze_towers
 from zero_recipes.model.trained import parameter_counts
 from zero_recipes.tools.plan.job import Job
 from zero_recipes.tools.plan.simulator import device, stand_ins
@@ -184,7 +183,7 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
             args=training_args,
             train_dataset=rows,
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
-            peft_config=spare_towers(adapter_config(job.settings), model),
+            peft_config=adapter_of(job.settings, model),
         )
     if strategy.zero_stage == 3 and (training_args.bf16 or training_args.fp16):
         one_dtype_of_what_trains(trainer.model)
