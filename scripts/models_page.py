@@ -88,7 +88,7 @@ def models_page() -> str:
 
 def not_built(kind: str, error: str, explained: list[dict[str, Any]]) -> str:
     """A line for a type without cells: what its class raises, and what is known of it."""
-    return f"- `{kind}`: {code(error)}{explanation('built', error, explained)}\n"
+    return f"- `{kind}`: {code(error)}{explanation(kind, 'built', error, explained)}\n"
 
 
 def in_words(cell: dict[str, Any]) -> str:
@@ -114,7 +114,7 @@ def failing(rows: dict[str, Any], explained: list[dict[str, Any]]) -> list[str]:
             if cell["result"] == "fails":
                 by_error.setdefault(cell["error"], []).append(name)
         for error, names in by_error.items():
-            why = explanation(names[0], error, explained)
+            why = explanation(kind, names[0], error, explained)
             places = f"`{kind}` ({', '.join(COLUMNS[name] for name in names)})"
             cells_by_error.setdefault((error if not why else "", why), []).append(places)
     lines = []
@@ -123,10 +123,11 @@ def failing(rows: dict[str, Any], explained: list[dict[str, Any]]) -> list[str]:
     return lines or ["None.\n"]
 
 
-def explanation(cell: str, error: str, explained: list[dict[str, Any]]) -> str:
+def explanation(kind: str, cell: str, error: str, explained: list[dict[str, Any]]) -> str:
     """What is known of an error, as a sentence that follows it; empty where nothing is."""
     for entry in explained:
-        if cell in entry.get("cells", [cell]) and re.search(entry["error"], error):
+        is_of_it = kind in entry.get("types", [kind]) and cell in entry.get("cells", [cell])
+        if is_of_it and re.search(entry["error"], error):
             link = f" ([{entry['issue']}]({address(entry['issue'])}))" if "issue" in entry else ""
             return f". {entry['why'].strip()}{link}"
     return ""

@@ -43,3 +43,12 @@ def test_a_router_that_returns_two_tensors_takes_no_adapter():
     assert "q_proj" in names and "router" not in names
     assert found_of("phimoe", 3, LORA | {"bf16": True, "lora_target_modules": names}, **EXPERTS) == {}
     assert found_of("mixtral", 3, LORA | {"bf16": True}, **EXPERTS) == {}
+
+
+def test_a_class_that_sees_padding_is_warned_of():
+    sizes = {"dim_ff": 32, "num_attention_heads": 2, "dim_head": 16, "hidden_size": 32}
+    rows = {"per_device_train_batch_size": 4, "bf16": False}
+    assert "CpmAnt" in found_of("cpmant", 2, rows, **sizes)["ZR485"].what
+    assert found_of("cpmant", 2, rows | {"per_device_train_batch_size": 1}, **sizes) == {}
+    assert found_of("llama", 2, rows) == {}
+    assert found_of("mamba", 2, rows) == {}, "what comes behind a row changes no state before it"

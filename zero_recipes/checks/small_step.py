@@ -1,9 +1,10 @@
-"""Whether a model's class takes a step as the run asks for it: in 16 bits, with its adapter. Found by taking one.
+"""Whether a model's class takes a step as the run asks for it: padded, in 16 bits, with its adapter. Found by trying.
 
 A small model of the class runs forward and backward, as it is and then as asked. Where only the second raises, the run
 would end in its first step, with all weights loaded.
 """
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -22,16 +23,22 @@ from zero_recipes.model.miniature import TOKENS, miniature, one_thread
 from zero_recipes.model.towers import adapter_of
 
 LENGTH = 80  # more tokens than kernels compute at once
+PADDING = 15  # tokens
+SAME = 1e-4  # of the largest logit; a class that looks at padding moves them by 0.001 and more
 NO_KERNEL = "not implemented for"  # torch's words where an operator has no kernel for a dtype on the CPU
 
 
 def small_step_findings(run: Run) -> Iterator[Finding]:
-    """What a small model of the run's class raises in 16 bits or with the run's adapter, and not without."""
+    """What a small model of the run's class does with padding, and raises in 16 bits or with the run's adapter."""
     if run.config is None:
         return
     small = miniature(run.config, run.settings.trust_remote_code)
     if small is None or error_of_step(small) is not None:
         return
+    settings = run.settings
+    is_padded = settings.joined_by is None and settings.per_device_train_batch_size > 1
+    if is_padded and sees_padding(small):
+        yield finding("ZR485", kind=type(small).__name__)
     dtype = weights_dtype(run)
     if dtype is not torch.float32:
         error = error_of_step(in_16_bits(small, dtype))
@@ -60,6 +67,22 @@ def in_16_bits(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         if name not in kept:
             parameter.data = parameter.data.to(dtype)
     return small
+
+
+def sees_padding(model: PreTrainedModel) -> bool:
+    """Whether a row's logits depend on padding behind it, which the attention mask leaves out."""
+    row = torch.tensor([[*TOKENS][:LENGTH]])
+    attended = torch.ones_like(row)
+    padded = torch.nn.functional.pad(row, (0, PADDING))
+    mask = torch.nn.functional.pad(attended, (0, PADDING))
+    model.eval()
+    with torch.no_grad(), one_thread(), contextlib.suppress(Exception):  # a class may raise anything
+        with computed_in_torch(kernels_of(model), LENGTH):
+            alone = model(input_ids=row, attention_mask=attended, use_cache=False).logits
+        with computed_in_torch(kernels_of(model), LENGTH + PADDING):
+            beside = model(input_ids=padded, attention_mask=mask, use_cache=False).logits[:, :LENGTH]
+        return not (alone - beside).abs().max() <= SAME * alone.abs().max()
+    return False
 
 
 def error_of_step(model: torch.nn.Module) -> Exception | None:

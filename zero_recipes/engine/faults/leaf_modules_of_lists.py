@@ -12,9 +12,11 @@ See it: one CPU
 
     import torch
 
+
     class Layer(torch.nn.Linear):
         def forward(self, x):
             return [super().forward(x)]
+
 
     layer = Layer(2, 2)
     called = []
