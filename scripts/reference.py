@@ -4,7 +4,7 @@ docs/codes.md from core/findings.yaml; docs/library_faults.md from the docstring
 docs/models.md from the board of benchmarks/families.py; the table of docs/metrics.md and docs/metrics.schema.json from
 the models of metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a
 recipe; the tables of docs/recipes.md from the recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json in
-benchmarks/results.
+benchmarks/results; in all pages, the numbers with a marker (scripts/page_numbers.py) from those files.
 Exits 1 where a file changed.
 """
 
@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.recipe_plans import in_words  # noqa: E402
 from scripts.library_faults import Fault, read_faults  # noqa: E402
 from scripts.models_page import models_page  # noqa: E402
+from scripts.page_numbers import with_numbers  # noqa: E402
 from zero_recipes.config import keys  # noqa: E402
 from zero_recipes.config.keys import UNTYPED, accepted_types  # noqa: E402
 from zero_recipes.config.recipe_arguments import RecipeArguments  # noqa: E402
@@ -90,6 +91,11 @@ def main() -> int:
         DOCS / "recipes.md": with_table(recipes, list(rehearsal_rows()), ": rehearsals"),
         ROOT / "recipes" / "schema.json": recipe_schema(),
     }
+    for path in [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]:
+        try:
+            files[path] = with_numbers(files.get(path) or path.read_text())
+        except ValueError as error:
+            raise SystemExit(f"{path.relative_to(ROOT)}: {error}") from None
     changed = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
     for path in changed:
         path.write_text(files[path])
