@@ -3,8 +3,9 @@
 docs/codes.md from core/findings.yaml; docs/library_faults.md from the docstrings in engine/faults and engine/speed;
 docs/models.md from the board of benchmarks/families.py; the table of docs/metrics.md and docs/metrics.schema.json from
 the models of metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a
-recipe; the tables of docs/recipes.md from the recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json in
-benchmarks/results; in all pages, the numbers with a marker (scripts/page_numbers.py) from those files.
+recipe; the table of docs/recipes.md from the recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json in
+benchmarks/results; benchmarks/rehearsals.md and the table of docs/performance.md from rehearsals.json and
+throughput.json; in all pages, the numbers with a marker (scripts/page_numbers.py) from those files.
 Exits 1 where a file changed.
 """
 
@@ -25,7 +26,6 @@ from pydantic import BaseModel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.recipe_plans import in_words  # noqa: E402
 from scripts.library_faults import Fault, read_faults  # noqa: E402
 from scripts.models_page import models_page  # noqa: E402
 from scripts.page_numbers import with_numbers  # noqa: E402
@@ -60,7 +60,8 @@ what some of them bring.
 """
 LIBRARY = re.compile(r"^[A-Za-z]+")
 ISSUE = re.compile(r"\b([\w-]+/[\w-]+)#(\d+)")
-RESULTS = ROOT / "benchmarks" / "results"
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
 MEASURED_AS = {"pythia": "pythia-6.9b", "pythia-410m": "pythia-410m"}  # recipe: model of gpu_h200.json
 REHEARSED = {  # phase that is timed: its column
     "rows": "rows",
@@ -80,7 +81,6 @@ PYTHON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
 def main() -> int:
-    recipes = with_table((DOCS / "recipes.md").read_text(), list(recipe_rows()))
     files = {
         DOCS / "codes.md": codes(),
         DOCS / "library_faults.md": library_faults(),
@@ -88,10 +88,14 @@ def main() -> int:
         DOCS / "metrics.md": with_table((DOCS / "metrics.md").read_text(), list(metrics_rows(Metrics))),
         DOCS / "metrics.schema.json": metrics_schema(),
         DOCS / "recipe.md": with_table((DOCS / "recipe.md").read_text(), list(key_rows())),
-        DOCS / "recipes.md": with_table(recipes, list(rehearsal_rows()), ": rehearsals"),
+        DOCS / "recipes.md": with_table((DOCS / "recipes.md").read_text(), list(recipe_rows())),
+        DOCS / "performance.md": with_table(
+            (DOCS / "performance.md").read_text(), list(throughput_rows()), ": throughput"
+        ),
+        BENCHMARKS / "rehearsals.md": with_table((BENCHMARKS / "rehearsals.md").read_text(), list(rehearsal_rows())),
         ROOT / "recipes" / "schema.json": recipe_schema(),
     }
-    for path in [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]:
+    for path in [*DOCS.glob("*.md"), *BENCHMARKS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         try:
             files[path] = with_numbers(files.get(path) or path.read_text())
         except ValueError as error:
@@ -239,21 +243,29 @@ def key_rows() -> Iterator[str]:
 
 
 def recipe_rows() -> Iterator[str]:
-    """A row for each recipe, with its planned memory, and the measured one as one H200 had it."""
-    yield "| recipe | model | method | data | planned GB per GPU | measured GB |\n| --- | --- | --- | --- | --- | --- |"
+    """A row for each recipe: its planned memory, the peak that one H200 had, and how long its rehearsal took."""
+    yield "| recipe | method | data | planned, GB per GPU | measured, GB | rehearsed, s |"
+    yield "| --- | --- | --- | --- | --- | ---: |"
     runs = json.loads((RESULTS / "gpu_h200.json").read_text())["rows"]
     plans = json.loads((RESULTS / "recipe_plans.json").read_text())["plans"]
+    rehearsals = json.loads((RESULTS / "rehearsals.json").read_text())["rehearsals"]
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         recipe = yaml.safe_load(path.read_text())
+        rehearsal = rehearsals.get(path.stem)
         cells = [
-            f"`{path.name}`",
-            recipe["model_name_or_path"].removeprefix("./"),
+            f"[`{path.stem}`](../recipes/{path.name})<br>{recipe['model_name_or_path'].removeprefix('./')}",
             method(recipe),
-            ", ".join(entry["path"] for entry in recipe.get("datasets", [])) or recipe["dataset_name"],
+            ", ".join(map(name_of_data, recipe.get("datasets") or [{"path": recipe["dataset_name"]}])),
             "<br>".join(map(planned, plans.get(path.stem, []))),
-            "<br>".join(f"{strategy}: {peak:.1f}" for strategy, peak in measured(runs, path.stem).items()),
+            measured(runs, path.stem),
+            f"{rehearsal['seconds']:.0f}" if rehearsal else "",
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+def name_of_data(entry: dict) -> str:
+    """Of an entry of a recipe's `datasets`: the last part of its name on the Hub, or its folder."""
+    return entry["path"].removeprefix("./").rpartition("/")[2]
 
 
 def rehearsal_rows() -> Iterator[str]:
@@ -273,9 +285,28 @@ def rehearsal_rows() -> Iterator[str]:
     yield f"\nPhases that failed: {', '.join(failed) or 'none'}."
 
 
+def throughput_rows() -> Iterator[str]:
+    """A row for each strategy: tokens/s of trl sft, tuned trl sft and the recipe, and the recipe's ratios to others."""
+    yield (
+        "| strategy | trl sft, tokens/s | tuned trl sft | recipe | recipe / tuned trl sft | / trl sft |"
+        " / faster bare loop | / DDP |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    )
+    workloads = json.loads((RESULTS / "throughput.json").read_text())["workloads"]
+    for strategy, measured in sorted(workloads["12M, Alpaca"]["strategies"].items()):
+        speeds = {name: program["tokens_per_second"] for name, program in measured["programs"].items()}
+        ratios = {name.removeprefix("recipe/"): ratio for name, ratio in measured["ratios"].items()}
+        loops = [ratio for name, ratio in ratios.items() if name not in ("trl", "trl_tuned", "ddp")]
+        yield (
+            f"| {strategy} | {speeds['trl']:,.0f} | {speeds['trl_tuned']:,.0f} | {speeds['recipe']:,.0f}"
+            f" | {ratios['trl_tuned']:.2f} | {ratios['trl']:.2f} | {min(loops or [ratios['ddp']]):.2f} | {ratios['ddp']:.2f} |"
+        )
+
+
 def planned(row: dict) -> str:
-    """ "2 x h100-80gb, zero3: 69.8 to 94.1": GB of each GPU."""
-    return f"{row['gpus']} x {row['gpu']}, {row['strategy']}: {in_words(row)}"
+    """ "2 x h100-80gb, zero3: 69.8 to 94.1": GB of each GPU. An asterisk: from formulas."""
+    note = "" if row["source"] == "engine" else " \\*"
+    peaks = f"{row['low_bytes'] / 1e9:.1f} to {row['high_bytes'] / 1e9:.1f}"
+    return f"{row['gpus']} x {row['gpu']}, {row['strategy']}: {peaks}{note}"
 
 
 def method(recipe: dict) -> str:
@@ -283,14 +314,16 @@ def method(recipe: dict) -> str:
     return adapted if recipe.get("use_peft") else "full"
 
 
-def measured(runs: list[dict], recipe: str) -> dict[str, float]:
-    """{strategy: allocated peak in GB} of runs on one GPU with the recipe's own keys."""
+def measured(runs: list[dict], recipe: str) -> str:
+    """The allocated peaks of runs on one GPU with the recipe's own keys, in GB: "" where there are none."""
     peaks = {}
     for run in runs:
         is_own = run["model"] == MEASURED_AS.get(recipe) and run["keys"].keys() <= {"max_steps"}
         if is_own and run["world_size"] == 1 and run["status"] == "ok":
             peaks[run["strategy"]] = run["measured"]["allocated_peak_bytes"] / 1e9
-    return peaks
+    if len(peaks) > 1:
+        return f"{min(peaks.values()):.1f} to {max(peaks.values()):.1f}, [by strategy](plan.md#on-a-gpu)"
+    return "".join(f"{strategy}: {peak:.1f}" for strategy, peak in peaks.items())
 
 
 def recipe_schema() -> str:
