@@ -40,8 +40,9 @@ DOCS = ROOT / "docs"
 CODES = """# Codes
 
 `zero-recipes check RECIPE.yaml` prints every problem of a run. `run_sft.py` refuses errors with exit code 2 before it
-loads weights. `zero-recipes explain ZR104` prints cause, fix and an example. "Can be ignored": `ignore: [ZR608]` in a
-recipe makes the error a warning. <Angle brackets> stand for values of the run.
+loads weights. `zero-recipes explain ZR104` prints cause, fix and an example. The first digit of a code is its area:
+open it, or search for the code at the top of the site. "Can be ignored": `ignore: [ZR608]` in a recipe makes the error
+a warning. <Angle brackets> stand for values of the run.
 """
 FAULTS = """# Faults of libraries
 
@@ -115,9 +116,8 @@ def with_table(page: str, lines: list[str], name: str = "") -> str:
 
 
 def codes() -> str:
-    """A list to jump to each code, then the codes by area."""
+    """The codes by area. An area opens at a click: nobody reads all of them."""
     areas: dict[str, list[str]] = {}
-    parts: dict[str, list[str]] = {}
     for code, row in sorted(findings.table().items(), key=lambda item: by_area(item[0])):
         described = findings.described(code)
         area = described["area"][:1].upper() + described["area"][1:]
@@ -126,13 +126,12 @@ def codes() -> str:
             row.get("ignore") and "Can be ignored.",
         ]
         what = escaped(" ".join(described["what"].split()))
-        areas.setdefault(area, []).append(f"[{code}](#{code.lower()})")
-        parts.setdefault(area, []).append(f"\n##### {code}\n\n{' '.join([what + '.', *filter(None, notes)])}\n")
-    joined = "\n  "  # a line of the file each, so that changes of two people meet less often
-    page = [escaped(CODES), "\n"]
-    page += [f"- **{area}**: {joined.join(links)}\n" for area, links in areas.items()]
-    for area, texts in parts.items():
-        page += [f"\n## {area}\n", *texts]
+        text = f"##### {code}\n\n{' '.join([what + '.', *filter(None, notes)])}\n"
+        areas.setdefault(area, []).append(text)
+    page = [escaped(CODES)]
+    for area, texts in areas.items():
+        head = f'<details class="area" markdown="1"><summary markdown="span">{len(texts)} codes</summary>'
+        page += [f"\n## {area}\n\n{head}\n\n", "\n".join(texts), "\n</details>\n"]
     return "".join(page)
 
 
@@ -296,10 +295,10 @@ def throughput_rows() -> Iterator[str]:
         speeds = {name: program["tokens_per_second"] for name, program in measured["programs"].items()}
         ratios = {name.removeprefix("recipe/"): ratio for name, ratio in measured["ratios"].items()}
         loops = [ratio for name, ratio in ratios.items() if name not in ("trl", "trl_tuned", "ddp")]
-        yield (
-            f"| {strategy} | {speeds['trl']:,.0f} | {speeds['trl_tuned']:,.0f} | {speeds['recipe']:,.0f}"
-            f" | {ratios['trl_tuned']:.2f} | {ratios['trl']:.2f} | {min(loops or [ratios['ddp']]):.2f} | {ratios['ddp']:.2f} |"
-        )
+        faster_loop = min(loops or [ratios["ddp"]])
+        cells = [f"{speeds[name]:,.0f}" for name in ("trl", "trl_tuned", "recipe")]
+        cells += [f"{ratio:.2f}" for ratio in (ratios["trl_tuned"], ratios["trl"], faster_loop, ratios["ddp"])]
+        yield f"| {strategy} | {' | '.join(cells)} |"
 
 
 def planned(row: dict) -> str:
