@@ -117,7 +117,7 @@ def with_table(page: str, lines: list[str], name: str = "") -> str:
 
 def codes() -> str:
     """The codes by area. An area opens at a click: nobody reads all of them."""
-    areas: dict[str, list[str]] = {}
+    areas: dict[str, dict[str, str]] = {}
     for code, row in sorted(findings.table().items(), key=lambda item: by_area(item[0])):
         described = findings.described(code)
         area = described["area"][:1].upper() + described["area"][1:]
@@ -127,11 +127,12 @@ def codes() -> str:
         ]
         what = escaped(" ".join(described["what"].split()))
         text = f"##### {code}\n\n{' '.join([what + '.', *filter(None, notes)])}\n"
-        areas.setdefault(area, []).append(text)
+        areas.setdefault(area, {})[code] = text
     page = [escaped(CODES)]
     for area, texts in areas.items():
-        head = f'<details class="area" markdown="1"><summary markdown="span">{len(texts)} codes</summary>'
-        page += [f"\n## {area}\n\n{head}\n\n", "\n".join(texts), "\n</details>\n"]
+        head = f"{len(texts)} codes, from {next(iter(texts))} on"
+        page += [f'\n## {area}\n\n<details markdown="1"><summary markdown="span">{head}</summary>\n\n']
+        page += ["\n".join(texts.values()), "\n</details>\n"]
     return "".join(page)
 
 
