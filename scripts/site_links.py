@@ -1,7 +1,7 @@
 """A hook of mkdocs (mkdocs.yml): the site has every file that its pages link to, and no link of it is dead.
 
 Pages link to files beside docs/ as on GitHub (`../recipes/pythia.yaml`). Such a file is copied to files/ of the site,
-and the link points there. The notebook becomes a page with its outputs, and each code gets its cause and fix. After the
+and the link points there; Markdown (`../CONTRIBUTING.md`) becomes a page, which no navigation names. The notebook becomes a page with its outputs, and each code gets its cause and fix. After the
 build every href and src is followed: it must end at a file of the site and its #part at an id there, and no page may
 load anything from elsewhere. What is wrong is a warning, an error with --strict (--quiet makes mkdocs count none).
 """
@@ -24,34 +24,47 @@ LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 SHOWN = (".json", ".png", ".svg", ".html", ".ipynb")  # a browser shows the others only as text
 ALONE = re.compile(r"\{\w+\}\.?")  # a text that only a run knows
 CODES = "codes.html"  # mkdocs.yml: no folder for each page
+BESIDE = "files/"  # where the site has files beside docs/
 NOTEBOOK, NOTEBOOK_PAGE = "lesson.ipynb", "notebook.md"
 LOG = logging.getLogger("mkdocs.hooks.site_links")
 
 
-def outside(link: str, page: str) -> Path | None:
-    """The repository's file that a link in docs/`page` names, where that is beside docs/."""
-    target = Path(os.path.normpath(DOCS / Path(page).parent / link))
-    return None if target.is_relative_to(DOCS) or not target.is_relative_to(ROOT) else target
+def source(page: str) -> Path:
+    """The repository's file that a page of the site is made from."""
+    return ROOT / page.removeprefix(BESIDE) if page.startswith(BESIDE) else DOCS / page
+
+
+def linked(link: str, page: str) -> Path | None:
+    """The repository's file that a link of a page names; None for what the page itself can name."""
+    target = Path(os.path.normpath(source(page).parent / link))
+    is_page_of_docs = target.is_relative_to(DOCS) and not page.startswith(BESIDE)
+    return None if is_page_of_docs or not target.is_relative_to(ROOT) else target
 
 
 def place(target: Path) -> str:
     """Where the site has a file of the repository."""
-    name = f"files/{target.relative_to(ROOT).as_posix()}"
-    return name if target.suffix in SHOWN else f"{name}.txt"
+    if target.is_relative_to(DOCS):
+        return target.relative_to(DOCS).as_posix()
+    name = f"{BESIDE}{target.relative_to(ROOT).as_posix()}"
+    return name if target.suffix in (*SHOWN, ".md") else f"{name}.txt"
 
 
 def on_files(files, config):
     from mkdocs.structure.files import File
 
-    for page in list(files.documentation_pages()):
+    pages = list(files.documentation_pages())
+    for page in pages:  # grows: a page beside docs/ links to further ones
         for link in LINK.findall(page.content_string):
-            target = outside(link, page.src_uri)
+            target = linked(link, page.src_uri)
             if target is None or place(target) in files.src_uris:
                 continue
-            if target.is_file():
-                files.append(File.generated(config, place(target), abs_src_path=str(target)))
-            else:
-                LOG.warning(f"docs/{page.src_uri} links to {link}: the repository has no such file")
+            if not target.is_file():
+                LOG.warning(f"{page.src_uri} links to {link}: the repository has no such file")
+                continue
+            file = File.generated(config, place(target), abs_src_path=str(target))
+            files.append(file)
+            if target.suffix == ".md":
+                pages.append(file)
     files.append(File.generated(config, NOTEBOOK_PAGE, content=notebook_page(DOCS / NOTEBOOK)))
     return files
 
@@ -91,7 +104,7 @@ def with_cause_and_fix(markdown: str) -> str:
 
 def on_page_markdown(markdown, page, config, files):
     def moved(found: re.Match) -> str:
-        target = outside(found[1], page.file.src_uri)
+        target = linked(found[1], page.file.src_uri)
         known = target is not None and target.is_file()
         return os.path.relpath(place(target), Path(page.file.src_uri).parent) if known else found[1]
 
@@ -105,9 +118,10 @@ def on_page_content(html, page, config, files):
     """A code such as ZR213 in a text links to its part of the page of codes."""
     if page.file.src_uri == "codes.md":
         return html
+    codes = os.path.relpath(CODES, Path(page.file.src_uri).parent)
     pattern = re.compile(r"<(a|code|pre|h\d)\b.*?</\1>|\bZR\d{3,4}\b", re.DOTALL)
     return pattern.sub(
-        lambda found: found[0] if found[1] else f'<a href="{CODES}#{found[0].lower()}">{found[0]}</a>', html
+        lambda found: found[0] if found[1] else f'<a href="{codes}#{found[0].lower()}">{found[0]}</a>', html
     )
 
 
