@@ -1,9 +1,10 @@
 """A hook of mkdocs (mkdocs.yml): the site has every file that its pages link to, and no link of it is dead.
 
 Pages link to files beside docs/ as on GitHub (`../recipes/pythia.yaml`). Such a file is copied to files/ of the site,
-and the link points there; Markdown (`../CONTRIBUTING.md`) becomes a page, which no navigation names. The notebook becomes a page with its outputs, and each code gets its cause and fix. After the
-build every href and src is followed: it must end at a file of the site and its #part at an id there, and no page may
-load anything from elsewhere. What is wrong is a warning, an error with --strict (--quiet makes mkdocs count none).
+and the link points there; Markdown (`../CONTRIBUTING.md`) becomes a page, which need not be in the navigation. The
+notebook becomes a page with its outputs, and each code gets its cause and fix. After the build every href and src is
+followed: it must end at a file of the site and its #part at an id there, and no page may load anything from elsewhere.
+What is wrong is a warning, an error with --strict (--quiet makes mkdocs count none).
 """
 
 import html
