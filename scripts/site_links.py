@@ -1,10 +1,11 @@
 """A hook of mkdocs (mkdocs.yml): the site has every file that its pages link to, and no link of it is dead.
 
 Pages link to files beside docs/ as on GitHub (`../recipes/pythia.yaml`). Such a file is copied to files/ of the site,
-and the link points there; Markdown (`../CONTRIBUTING.md`) becomes a page, which need not be in the navigation. The
-notebook becomes a page with its outputs, and each code gets its cause and fix. After the build every href and src is
-followed: it must end at a file of the site and its #part at an id there, and no page may load anything from elsewhere.
-What is wrong is a warning, an error with --strict (--quiet makes mkdocs count none).
+and the link points there. The notebook becomes a page with its outputs, and each code gets its cause and fix. After the
+build every href and src is followed: it must end at a file of the site and its #part at an id there, and no page may
+load anything from elsewhere. What is wrong is a warning, an error with --strict (--quiet makes mkdocs count none).
+
+Markdown beside docs/ (`../CONTRIBUTING.md`) becomes a page in files/, whose links lead to the others.
 """
 
 import html
@@ -23,30 +24,28 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 SHOWN = (".json", ".png", ".svg", ".html", ".ipynb")  # a browser shows the others only as text
+BESIDE = "files/"  # where the site has files beside docs/
 ALONE = re.compile(r"\{\w+\}\.?")  # a text that only a run knows
 CODES = "codes.html"  # mkdocs.yml: no folder for each page
-BESIDE = "files/"  # where the site has files beside docs/
 NOTEBOOK, NOTEBOOK_PAGE = "lesson.ipynb", "notebook.md"
 LOG = logging.getLogger("mkdocs.hooks.site_links")
 
 
-def source(page: str) -> Path:
-    """The repository's file that a page of the site is made from."""
-    return ROOT / page.removeprefix(BESIDE) if page.startswith(BESIDE) else DOCS / page
-
-
-def linked(link: str, page: str) -> Path | None:
-    """The repository's file that a link of a page names; None for what the page itself can name."""
-    target = Path(os.path.normpath(source(page).parent / link))
-    is_page_of_docs = target.is_relative_to(DOCS) and not page.startswith(BESIDE)
-    return None if is_page_of_docs or not target.is_relative_to(ROOT) else target
+def outside(link: str, page: str) -> Path | None:
+    """The repository's file that a link of a page names, where the page or the file is beside docs/."""
+    is_beside = page.startswith(BESIDE)
+    source = ROOT / page.removeprefix(BESIDE) if is_beside else DOCS / page
+    target = Path(os.path.normpath(source.parent / link))
+    if target.is_relative_to(DOCS) and not is_beside:
+        return None
+    return target if target.is_relative_to(ROOT) else None
 
 
 def place(target: Path) -> str:
     """Where the site has a file of the repository."""
+    name = f"files/{target.relative_to(ROOT).as_posix()}"
     if target.is_relative_to(DOCS):
-        return target.relative_to(DOCS).as_posix()
-    name = f"{BESIDE}{target.relative_to(ROOT).as_posix()}"
+        return name.removeprefix(f"{BESIDE}docs/")
     return name if target.suffix in (*SHOWN, ".md") else f"{name}.txt"
 
 
@@ -54,18 +53,17 @@ def on_files(files, config):
     from mkdocs.structure.files import File
 
     pages = list(files.documentation_pages())
-    for page in pages:  # grows: a page beside docs/ links to further ones
+    for page in pages:
         for link in LINK.findall(page.content_string):
-            target = linked(link, page.src_uri)
+            target = outside(link, page.src_uri)
             if target is None or place(target) in files.src_uris:
                 continue
-            if not target.is_file():
-                LOG.warning(f"{page.src_uri} links to {link}: the repository has no such file")
-                continue
-            file = File.generated(config, place(target), abs_src_path=str(target))
-            files.append(file)
-            if target.suffix == ".md":
-                pages.append(file)
+            if target.is_file():
+                files.append(File.generated(config, place(target), abs_src_path=str(target)))
+                if target.suffix == ".md":
+                    pages.append(files.get_file_from_path(place(target)))  # its links, too
+            else:
+                LOG.warning(f"docs/{page.src_uri} links to {link}: the repository has no such file")
     files.append(File.generated(config, NOTEBOOK_PAGE, content=notebook_page(DOCS / NOTEBOOK)))
     return files
 
@@ -105,7 +103,7 @@ def with_cause_and_fix(markdown: str) -> str:
 
 def on_page_markdown(markdown, page, config, files):
     def moved(found: re.Match) -> str:
-        target = linked(found[1], page.file.src_uri)
+        target = outside(found[1], page.file.src_uri)
         known = target is not None and target.is_file()
         return os.path.relpath(place(target), Path(page.file.src_uri).parent) if known else found[1]
 
