@@ -244,7 +244,7 @@ def key_rows() -> Iterator[str]:
 
 def recipe_rows() -> Iterator[str]:
     """A row for each recipe: its planned memory, the peak that one H200 had, and how long its rehearsal took."""
-    yield "| recipe | method | data | planned, GB per GPU | measured, GB | rehearsed, s |"
+    yield "| recipe | planned, GB per GPU | method | data | measured, GB | rehearsed, s |"
     yield "| --- | --- | --- | --- | --- | ---: |"
     runs = json.loads((RESULTS / "gpu_h200.json").read_text())["rows"]
     plans = json.loads((RESULTS / "recipe_plans.json").read_text())["plans"]
@@ -254,9 +254,9 @@ def recipe_rows() -> Iterator[str]:
         rehearsal = rehearsals.get(path.stem)
         cells = [
             f"[`{path.stem}`](../recipes/{path.name})<br>{recipe['model_name_or_path'].removeprefix('./')}",
+            "<br>".join(map(planned, plans.get(path.stem, []))),
             method(recipe),
             ", ".join(map(name_of_data, recipe.get("datasets") or [{"path": recipe["dataset_name"]}])),
-            "<br>".join(map(planned, plans.get(path.stem, []))),
             measured(runs, path.stem),
             f"{rehearsal['seconds']:.0f}" if rehearsal else "",
         ]
