@@ -35,7 +35,7 @@ WORKDIR /opt/zero-recipes
 # The lock before the sources: a changed recipe does not install everything anew.
 # INSTALL_TORCH=1 lets pip download torch where the base has none, or another version (gigabytes).
 ARG INSTALL_TORCH=
-COPY requirements.lock ./
+COPY requirements.txt requirements.lock ./
 COPY scripts/check_machine.sh scripts/
 COPY docker/install_lock.sh docker/
 RUN INSTALL_TORCH="$INSTALL_TORCH" sh docker/install_lock.sh

@@ -3,8 +3,9 @@
 docs/codes.md from core/findings.yaml; docs/library_faults.md from the docstrings in engine/faults and engine/speed;
 docs/models.md from the board of benchmarks/families.py; the table of docs/metrics.md and docs/metrics.schema.json from
 the models of metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a
-recipe; the tables of docs/recipes.md from the recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json in
-benchmarks/results.
+recipe; the table of docs/recipes.md from the recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json in
+benchmarks/results; benchmarks/rehearsals.md and the table of docs/performance.md from rehearsals.json and
+throughput.json; in all pages, the numbers with a marker (scripts/page_numbers.py) from those files.
 Exits 1 where a file changed.
 """
 
@@ -25,9 +26,9 @@ from pydantic import BaseModel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.recipe_plans import in_words  # noqa: E402
 from scripts.library_faults import Fault, read_faults  # noqa: E402
 from scripts.models_page import models_page  # noqa: E402
+from scripts.page_numbers import with_numbers  # noqa: E402
 from zero_recipes.config import keys  # noqa: E402
 from zero_recipes.config.keys import UNTYPED, accepted_types  # noqa: E402
 from zero_recipes.config.recipe_arguments import RecipeArguments  # noqa: E402
@@ -39,8 +40,9 @@ DOCS = ROOT / "docs"
 CODES = """# Codes
 
 `zero-recipes check RECIPE.yaml` prints every problem of a run. `run_sft.py` refuses errors with exit code 2 before it
-loads weights. `zero-recipes explain ZR104` prints cause, fix and an example. "Can be ignored": `ignore: [ZR608]` in a
-recipe makes the error a warning. <Angle brackets> stand for values of the run.
+loads weights. `zero-recipes explain ZR104` prints cause, fix and an example. The first digit of a code is its area:
+open it, or search for the code at the top of the site. "Can be ignored": `ignore: [ZR608]` in a recipe makes the error
+a warning. <Angle brackets> stand for values of the run.
 """
 FAULTS = """# Faults of libraries
 
@@ -59,7 +61,8 @@ what some of them bring.
 """
 LIBRARY = re.compile(r"^[A-Za-z]+")
 ISSUE = re.compile(r"\b([\w-]+/[\w-]+)#(\d+)")
-RESULTS = ROOT / "benchmarks" / "results"
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
 MEASURED_AS = {"pythia": "pythia-6.9b", "pythia-410m": "pythia-410m"}  # recipe: model of gpu_h200.json
 REHEARSED = {  # phase that is timed: its column
     "rows": "rows",
@@ -79,7 +82,6 @@ PYTHON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
 def main() -> int:
-    recipes = with_table((DOCS / "recipes.md").read_text(), list(recipe_rows()))
     files = {
         DOCS / "codes.md": codes(),
         DOCS / "library_faults.md": library_faults(),
@@ -87,9 +89,18 @@ def main() -> int:
         DOCS / "metrics.md": with_table((DOCS / "metrics.md").read_text(), list(metrics_rows(Metrics))),
         DOCS / "metrics.schema.json": metrics_schema(),
         DOCS / "recipe.md": with_table((DOCS / "recipe.md").read_text(), list(key_rows())),
-        DOCS / "recipes.md": with_table(recipes, list(rehearsal_rows()), ": rehearsals"),
+        DOCS / "recipes.md": with_table((DOCS / "recipes.md").read_text(), list(recipe_rows())),
+        DOCS / "performance.md": with_table(
+            (DOCS / "performance.md").read_text(), list(throughput_rows()), ": throughput"
+        ),
+        BENCHMARKS / "rehearsals.md": with_table((BENCHMARKS / "rehearsals.md").read_text(), list(rehearsal_rows())),
         ROOT / "recipes" / "schema.json": recipe_schema(),
     }
+    for path in [*DOCS.glob("*.md"), *BENCHMARKS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        try:
+            files[path] = with_numbers(files.get(path) or path.read_text())
+        except ValueError as error:
+            raise SystemExit(f"{path.relative_to(ROOT)}: {error}") from None
     changed = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
     for path in changed:
         path.write_text(files[path])
@@ -105,9 +116,8 @@ def with_table(page: str, lines: list[str], name: str = "") -> str:
 
 
 def codes() -> str:
-    """A list to jump to each code, then the codes by area."""
-    areas: dict[str, list[str]] = {}
-    parts: dict[str, list[str]] = {}
+    """The codes by area. An area opens at a click: nobody reads all of them."""
+    areas: dict[str, dict[str, str]] = {}
     for code, row in sorted(findings.table().items(), key=lambda item: by_area(item[0])):
         described = findings.described(code)
         area = described["area"][:1].upper() + described["area"][1:]
@@ -116,13 +126,13 @@ def codes() -> str:
             row.get("ignore") and "Can be ignored.",
         ]
         what = escaped(" ".join(described["what"].split()))
-        areas.setdefault(area, []).append(f"[{code}](#{code.lower()})")
-        parts.setdefault(area, []).append(f"\n##### {code}\n\n{' '.join([what + '.', *filter(None, notes)])}\n")
-    joined = "\n  "  # a line of the file each, so that changes of two people meet less often
-    page = [escaped(CODES), "\n"]
-    page += [f"- **{area}**: {joined.join(links)}\n" for area, links in areas.items()]
-    for area, texts in parts.items():
-        page += [f"\n## {area}\n", *texts]
+        text = f"##### {code}\n\n{' '.join([what + '.', *filter(None, notes)])}\n"
+        areas.setdefault(area, {})[code] = text
+    page = [escaped(CODES)]
+    for area, texts in areas.items():
+        head = f"{len(texts)} codes, from {next(iter(texts))} on"
+        page += [f'\n## {area}\n\n<details markdown="1"><summary markdown="span">{head}</summary>\n\n']
+        page += ["\n".join(texts.values()), "\n</details>\n"]
     return "".join(page)
 
 
@@ -233,21 +243,29 @@ def key_rows() -> Iterator[str]:
 
 
 def recipe_rows() -> Iterator[str]:
-    """A row for each recipe, with its planned memory, and the measured one as one H200 had it."""
-    yield "| recipe | model | method | data | planned GB per GPU | measured GB |\n| --- | --- | --- | --- | --- | --- |"
+    """A row for each recipe: its planned memory, the peak that one H200 had, and how long its rehearsal took."""
+    yield "| recipe | planned, GB per GPU | method | data | measured, GB | rehearsed, s |"
+    yield "| --- | --- | --- | --- | --- | ---: |"
     runs = json.loads((RESULTS / "gpu_h200.json").read_text())["rows"]
     plans = json.loads((RESULTS / "recipe_plans.json").read_text())["plans"]
+    rehearsals = json.loads((RESULTS / "rehearsals.json").read_text())["rehearsals"]
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         recipe = yaml.safe_load(path.read_text())
+        rehearsal = rehearsals.get(path.stem)
         cells = [
-            f"`{path.name}`",
-            recipe["model_name_or_path"].removeprefix("./"),
-            method(recipe),
-            ", ".join(entry["path"] for entry in recipe.get("datasets", [])) or recipe["dataset_name"],
+            f"[`{path.stem}`](../recipes/{path.name})<br>{recipe['model_name_or_path'].removeprefix('./')}",
             "<br>".join(map(planned, plans.get(path.stem, []))),
-            "<br>".join(f"{strategy}: {peak:.1f}" for strategy, peak in measured(runs, path.stem).items()),
+            method(recipe),
+            ", ".join(map(name_of_data, recipe.get("datasets") or [{"path": recipe["dataset_name"]}])),
+            measured(runs, path.stem),
+            f"{rehearsal['seconds']:.0f}" if rehearsal else "",
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+def name_of_data(entry: dict) -> str:
+    """Of an entry of a recipe's `datasets`: the last part of its name on the Hub, or its folder."""
+    return entry["path"].removeprefix("./").rpartition("/")[2]
 
 
 def rehearsal_rows() -> Iterator[str]:
@@ -267,9 +285,28 @@ def rehearsal_rows() -> Iterator[str]:
     yield f"\nPhases that failed: {', '.join(failed) or 'none'}."
 
 
+def throughput_rows() -> Iterator[str]:
+    """A row for each strategy: tokens/s of trl sft, tuned trl sft and the recipe, and the recipe's ratios to others."""
+    yield (
+        "| strategy | trl sft, tokens/s | tuned trl sft | recipe | recipe / tuned trl sft | / trl sft |"
+        " / faster bare loop | / DDP |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    )
+    workloads = json.loads((RESULTS / "throughput.json").read_text())["workloads"]
+    for strategy, measured in sorted(workloads["12M, Alpaca"]["strategies"].items()):
+        speeds = {name: program["tokens_per_second"] for name, program in measured["programs"].items()}
+        ratios = {name.removeprefix("recipe/"): ratio for name, ratio in measured["ratios"].items()}
+        loops = [ratio for name, ratio in ratios.items() if name not in ("trl", "trl_tuned", "ddp")]
+        faster_loop = min(loops or [ratios["ddp"]])
+        cells = [f"{speeds[name]:,.0f}" for name in ("trl", "trl_tuned", "recipe")]
+        cells += [f"{ratio:.2f}" for ratio in (ratios["trl_tuned"], ratios["trl"], faster_loop, ratios["ddp"])]
+        yield f"| {strategy} | {' | '.join(cells)} |"
+
+
 def planned(row: dict) -> str:
-    """ "2 x h100-80gb, zero3: 69.8 to 94.1": GB of each GPU."""
-    return f"{row['gpus']} x {row['gpu']}, {row['strategy']}: {in_words(row)}"
+    """ "2 x h100-80gb, zero3: 69.8 to 94.1": GB of each GPU. An asterisk: from formulas."""
+    note = "" if row["source"] == "engine" else " \\*"
+    peaks = f"{row['low_bytes'] / 1e9:.1f} to {row['high_bytes'] / 1e9:.1f}"
+    return f"{row['gpus']} x {row['gpu']}, {row['strategy']}: {peaks}{note}"
 
 
 def method(recipe: dict) -> str:
@@ -277,14 +314,16 @@ def method(recipe: dict) -> str:
     return adapted if recipe.get("use_peft") else "full"
 
 
-def measured(runs: list[dict], recipe: str) -> dict[str, float]:
-    """{strategy: allocated peak in GB} of runs on one GPU with the recipe's own keys."""
+def measured(runs: list[dict], recipe: str) -> str:
+    """The allocated peaks of runs on one GPU with the recipe's own keys, in GB: "" where there are none."""
     peaks = {}
     for run in runs:
         is_own = run["model"] == MEASURED_AS.get(recipe) and run["keys"].keys() <= {"max_steps"}
         if is_own and run["world_size"] == 1 and run["status"] == "ok":
             peaks[run["strategy"]] = run["measured"]["allocated_peak_bytes"] / 1e9
-    return peaks
+    if len(peaks) > 1:
+        return f"{min(peaks.values()):.1f} to {max(peaks.values()):.1f}, [by strategy](plan.md#on-a-gpu)"
+    return "".join(f"{strategy}: {peak:.1f}" for strategy, peak in peaks.items())
 
 
 def recipe_schema() -> str:

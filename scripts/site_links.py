@@ -4,6 +4,8 @@ Pages link to files beside docs/ as on GitHub (`../recipes/pythia.yaml`). Such a
 and the link points there. The notebook becomes a page with its outputs, and each code gets its cause and fix. After the
 build every href and src is followed: it must end at a file of the site and its #part at an id there, and no page may
 load anything from elsewhere. What is wrong is a warning, an error with --strict (--quiet makes mkdocs count none).
+
+Markdown beside docs/ (`../CONTRIBUTING.md`) becomes a page in files/, whose links lead to the others.
 """
 
 import html
@@ -22,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 SHOWN = (".json", ".png", ".svg", ".html", ".ipynb")  # a browser shows the others only as text
+BESIDE = "files/"  # where the site has files beside docs/
 ALONE = re.compile(r"\{\w+\}\.?")  # a text that only a run knows
 CODES = "codes.html"  # mkdocs.yml: no folder for each page
 NOTEBOOK, NOTEBOOK_PAGE = "lesson.ipynb", "notebook.md"
@@ -29,27 +32,36 @@ LOG = logging.getLogger("mkdocs.hooks.site_links")
 
 
 def outside(link: str, page: str) -> Path | None:
-    """The repository's file that a link in docs/`page` names, where that is beside docs/."""
-    target = Path(os.path.normpath(DOCS / Path(page).parent / link))
-    return None if target.is_relative_to(DOCS) or not target.is_relative_to(ROOT) else target
+    """The repository's file that a link of a page names, where the page or the file is beside docs/."""
+    is_beside = page.startswith(BESIDE)
+    source = ROOT / page.removeprefix(BESIDE) if is_beside else DOCS / page
+    target = Path(os.path.normpath(source.parent / link))
+    if target.is_relative_to(DOCS) and not is_beside:
+        return None
+    return target if target.is_relative_to(ROOT) else None
 
 
 def place(target: Path) -> str:
     """Where the site has a file of the repository."""
     name = f"files/{target.relative_to(ROOT).as_posix()}"
-    return name if target.suffix in SHOWN else f"{name}.txt"
+    if target.is_relative_to(DOCS):
+        return name.removeprefix(f"{BESIDE}docs/")
+    return name if target.suffix in (*SHOWN, ".md") else f"{name}.txt"
 
 
 def on_files(files, config):
     from mkdocs.structure.files import File
 
-    for page in list(files.documentation_pages()):
+    pages = list(files.documentation_pages())
+    for page in pages:
         for link in LINK.findall(page.content_string):
             target = outside(link, page.src_uri)
             if target is None or place(target) in files.src_uris:
                 continue
             if target.is_file():
                 files.append(File.generated(config, place(target), abs_src_path=str(target)))
+                if target.suffix == ".md":
+                    pages.append(files.get_file_from_path(place(target)))  # its links, too
             else:
                 LOG.warning(f"docs/{page.src_uri} links to {link}: the repository has no such file")
     files.append(File.generated(config, NOTEBOOK_PAGE, content=notebook_page(DOCS / NOTEBOOK)))
@@ -105,9 +117,10 @@ def on_page_content(html, page, config, files):
     """A code such as ZR213 in a text links to its part of the page of codes."""
     if page.file.src_uri == "codes.md":
         return html
+    codes = os.path.relpath(CODES, Path(page.file.src_uri).parent)
     pattern = re.compile(r"<(a|code|pre|h\d)\b.*?</\1>|\bZR\d{3,4}\b", re.DOTALL)
     return pattern.sub(
-        lambda found: found[0] if found[1] else f'<a href="{CODES}#{found[0].lower()}">{found[0]}</a>', html
+        lambda found: found[0] if found[1] else f'<a href="{codes}#{found[0].lower()}">{found[0]}</a>', html
     )
 
 

@@ -74,9 +74,7 @@ def add_machines(parser: ArgumentParser) -> None:
     parser.add_argument("--nvme", type=amount, help="NVMe disk of each machine in GB, for ZeRO-Infinity")
     parser.add_argument("--network", type=amount, help="GB/s between machines per GPU (400 Gb/s is 50)")
     parser.add_argument("--quick", action="store_true", help="use formulas instead of the simulated engine")
-    parser.add_argument(
-        "--seconds", type=amount, default=60, help="for simulations; then formulas; default: %(default)s, or inf"
-    )
+    parser.add_argument("--seconds", type=amount, default=60, help="for simulations, then formulas; default: 60")
     parser.add_argument("--price", type=amount, help="price per GPU-hour; prints the price of the run")
     parser.add_argument("--mean_tokens", type=amount, help="mean tokens per row, if the data is not on this machine")
     parser.add_argument("--hardware", type=Path, help="file with more GPUs, like zero_recipes/core/hardware.yaml")
