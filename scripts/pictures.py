@@ -4,6 +4,7 @@ python scripts/pictures.py accuracy   docs/accuracy.svg from benchmarks/results/
 python scripts/pictures.py gpu        docs/gpu.svg from benchmarks/results/gpu_h200.json
 python scripts/pictures.py plans      docs/plan*.svg: runs `zero-recipes plan` twice for each of PLANS, some minutes
 python scripts/pictures.py shares     docs/lesson/shares.svg from the ZeRO paper's formulas
+python scripts/pictures.py choice     docs/choice.svg from QUESTIONS
 """
 
 import json
@@ -47,6 +48,18 @@ STATES = {
     "optimizer states": (1, 12, "#4f9a57"),
 }
 ELSEWHERE = "#eeeff1"
+# how the plan chooses (tools/plan/choose.py): a question, and what to take if the answer is yes. What follows one that
+# fits and is as fast as any is not asked.
+QUESTIONS = (
+    ("Does ddp fit on each GPU,\nas fast as any that fits?", "ddp"),
+    ("zero2? zero1?", "zero2, zero1"),
+    ("zero3? fsdp2?", "zero3, fsdp2"),
+    ("Several machines: ZeRO++?", "zero3_hpz first"),
+    ("Nothing fits so far: does host\nmemory take the optimizer?", "zero2_offload"),
+    ("Also the weights?", "zero3_offload"),
+    ("Does NVMe take the rest?", "Infinity"),
+)
+LAST_RESORT = "the smallest change that fits: recomputation,\nsmaller micro batches, LoRA, or more GPUs"
 PLANNERS = {
     "this planner": ("zero-recipes plan", "#3f51b5"),
     "accelerate estimate-memory": ("accelerate estimate-memory", "#a0642e"),
@@ -167,6 +180,29 @@ def shares() -> None:
     figure.savefig(DOCS / "lesson" / "shares.svg", metadata={"Date": None})
 
 
+def choice() -> None:
+    """The plan's questions from top to bottom, beside each what to take. Letters are large, as in `shares`."""
+    matplotlib.rcParams.update({"svg.hashsalt": "choice", "font.size": 12})
+    figure = Figure(figsize=(5.6, 6.2))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 10), ylim=(-len(QUESTIONS) - 0.5, 0.5))
+    axes.axis("off")
+    box = {"boxstyle": "round,pad=0.4", "facecolor": "#e7eefc", "edgecolor": "#777777"}
+    green = box | {"facecolor": "#e6f4e6"}
+    arrow = {"arrowstyle": "->", "color": "#444444"}
+    left = 3.2
+    right = 8.3
+    for place, (question, answer) in enumerate(QUESTIONS):
+        axes.text(left, -place, question, ha="center", va="center", bbox=box, zorder=3)
+        axes.text(right, -place, answer, ha="center", va="center", bbox=green, fontweight="bold", zorder=3)
+        axes.annotate("", (6.8, -place), (left, -place), arrowprops=arrow, zorder=1)
+        axes.text(6.45, -place + 0.08, "yes", ha="center", color="#444444", fontsize=10)
+        axes.annotate("", (left, -place - 0.7), (left, -place), arrowprops=arrow, zorder=1)
+        axes.text(left + 0.15, -place - 0.58, "no", color="#444444", fontsize=10)
+    axes.text(4.9, -len(QUESTIONS), LAST_RESORT, ha="center", va="center", bbox=green, fontweight="bold", zorder=3)
+    figure.savefig(DOCS / "choice.svg", metadata={"Date": None})
+
+
 def planned_over_measured(row: dict, plan: str) -> float:
     return row[plan]["allocated_peak_bytes"] / row["measured"]["allocated_peak_bytes"]
 
@@ -180,4 +216,4 @@ def name_of(row: dict) -> str:
 
 
 if __name__ == "__main__":
-    {"accuracy": accuracy, "gpu": gpu, "plans": plans, "shares": shares}[sys.argv[1]]()
+    {"accuracy": accuracy, "gpu": gpu, "plans": plans, "shares": shares, "choice": choice}[sys.argv[1]]()
