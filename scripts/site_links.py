@@ -138,7 +138,7 @@ class Page(HTMLParser):
         for name, value in attrs:
             if name in ("id", "name") and value:
                 self.ids.add(value)
-            elif name in ("href", "src") and value:
+            elif name in ("href", "src", "srcset") and value:
                 (self.links if tag == "a" else self.loads).add(value)
 
 
