@@ -90,26 +90,16 @@ def miniature(
 ) -> PreTrainedModel | None:
     """A small model of the configuration's class, in fp32 on the CPU, for evaluation. None where none can be made.
 
-    It is a copy, which the caller may change.
-
     Args:
         config: of the model itself. It is not changed.
         trust_remote_code: whether code that comes with the model may run.
         longest: tokens of a sequence of the run. Windows that are shorter are made small, too. None: all windows.
         attn_implementation: "sdpa" or "eager". None: what transformers takes.
     """
-    return copy.deepcopy(_first_that_runs(config, trust_remote_code, longest, attn_implementation))
-
-
-@found_once
-def _first_that_runs(
-    config: PretrainedConfig, trust_remote_code: bool, longest: int | None, attn_implementation: str | None
-) -> PreTrainedModel | None:
-    """The first small model whose widths fit each other. Layers that share weights need more than one of a kind."""
     with one_thread(), contextlib.suppress(Exception):  # a model's own code may raise anything
         layers = layers_of_each_kind(build_on_meta(config, trust_remote_code))
-        for count in sorted({layers, MOST_LAYERS}):
-            for cut_heads in (_cut_all_heads, _cut_heads, _cut_no_heads):
+        for count in sorted({layers, MOST_LAYERS}):  # layers that share weights need more than one of a kind
+            for cut_heads in (_cut_all_heads, _cut_heads, _cut_no_heads):  # the first whose widths fit each other
                 with contextlib.suppress(Exception):
                     small = small_config(config, count, cut_heads, longest)
                     return _with_random_weights(small, trust_remote_code, attn_implementation)
