@@ -15,6 +15,7 @@ from benchmarks.planners.court import (
     FOLDER,
     ROOT,
     Row,
+    card_of,
     gpu_rows,
     gpu_times,
     job_of_row,
@@ -60,6 +61,9 @@ def main(blind: bool) -> None:
     }
     for plan in ("planned_before", "planned_now") if not blind else ():
         document |= this_program(plan)
+    document["verdicts"] = verdicts(known)
+    if not blind:
+        document["usable"] = usable_at_death()
     if earlier:  # a blind set that is seen now
         document["groups"]["blind 1"] = summary(earlier)
         document["blind 1"] = {row["id"]: row["errors"] | row["inside"] for row in earlier}
@@ -137,6 +141,57 @@ def errors(row: Row) -> dict[str, Any]:
         "inside": {} if read == "allocated" else {"inside": low <= measured <= high},
         "width": high / low,
     }
+
+
+def verdicts(rows: list[Row]) -> dict[str, dict[str, int]]:
+    """What the plan says of runs that ran and of runs that died of memory, on their cards: how many of each verdict.
+
+    "earlier": by the verdict until November 2026, which was that of the range that nvidia-smi may show.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        prediction = row["found"]
+        card = card_of(row)
+        if card is None or not prediction or prediction["source"] == "none":
+            continue
+        needed = prediction["allocated"] + overheads().beside_segments(row["gpus"])
+        shown = overheads().reserved_range(prediction["allocated"], row["gpus"]).high
+        verdict = verdict_of(needed, prediction["allocated"] <= overheads().usable_bytes(card), card)
+        earlier = verdict_of(needed, shown <= card, card)
+        outcome = "died" if row.get("died") else "ran"
+        for name, said in ((outcome, verdict), (f"{outcome}, earlier", earlier)):
+            counts = found.setdefault(name, {"fits": 0, "may run out": 0, "does not fit": 0})
+            counts[said] += 1
+    return found
+
+
+def verdict_of(needed: float, has_room: bool, card: int) -> str:
+    if needed > card:
+        return "does not fit"
+    return "fits" if has_room else "may run out"
+
+
+def usable_at_death() -> dict[str, dict[str, float]]:
+    """What runs had allocated and asked for when they died of memory, over their card: of overheads.yaml, by oom.csv.
+
+    Training runs of language models that no other process shared the card with.
+    """
+    lines = [line for line in (FOLDER / "oom.csv").read_text().splitlines() if not line.startswith("#")]
+    shares: dict[int, list[float]] = {}
+    for row in csv.DictReader(lines):
+        is_whole = row["capacity_gib"] and row["allocated_gib"] and row["tried_gib"]
+        if row["use"] != "train" or row["domain"] != "llm" or not is_whole:
+            continue
+        capacity = float(row["capacity_gib"])
+        size = max(size for size in overheads().usable if size <= capacity)
+        share = (float(row["allocated_gib"]) + float(row["tried_gib"])) / capacity
+        shares.setdefault(size, []).append(share)
+    found = {}
+    for size, of_size in sorted(shares.items()):
+        at = statistics.quantiles(of_size, n=20, method="inclusive")
+        values = {"least": min(of_size), "10 %": at[1], "median": at[9]}
+        found[f"from {size} GiB"] = {"runs": len(of_size)} | {name: round(value, 3) for name, value in values.items()}
+    return found
 
 
 def summary(rows: list[Row], name: str = OURS) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from zero_recipes.config.row_lengths import RowLengths
 from zero_recipes.config.settings import steps_by_epochs
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.gpus import Gpu
+from zero_recipes.core.zero_paper import paper_volume
 from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.formulas import DEFAULT_BUCKET, Sizes, bucket_in
@@ -252,13 +253,27 @@ def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: float)
         around = times * (ranks - 1) / ranks * size
         if name == "reduce":
             around = size  # a chain that ends at the owner: no other link is at work meanwhile
-        if name == "all_gather" and ranks > job.gpus_per_node and job.zero.hpz_partition_size > 1:
-            around *= 1 / 2 + 1 / 2 * bandwidth / (1e9 * gpu.link_gb_s)  # backward's stay within a node
+        across = _share_across_machines(job, name)
+        around *= across + (1 - across) * bandwidth / (1e9 * gpu.link_gb_s)
         calls = max(passes, size / _bytes_of_call(job, name))
         seconds = around / bandwidth / constant("link_share") + calls * constant("call_seconds")
         total += seconds
         bare += seconds * passes / calls
     return max(bare, total - window(job) * constant("hidden") * computing)
+
+
+def _share_across_machines(job: Job, collective: str) -> float:
+    """The share of a collective's bytes that goes between machines. Under hpZ, backward's gathers stay within one."""
+    stays = collective == "all_gather" and job.zero.hpz_partition_size > 1
+    return 1 / 2 if stays else 1.0
+
+
+def bytes_across_machines(job: Job, prediction: Prediction) -> float:
+    """Bytes of a step's collectives that go between machines, counted as in the ZeRO paper; 0 on one machine."""
+    if job.world_size <= job.gpus_per_node:
+        return 0.0
+    volumes = prediction.communication_bytes_per_step
+    return sum(paper_volume({name: size}) * _share_across_machines(job, name) for name, size in volumes.items())
 
 
 def _bytes_of_call(job: Job, collective: str) -> float:
@@ -314,7 +329,12 @@ def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> float:
     if zero.offload_param == "nvme":
         swapped += 2 * (2 * passes + 1) * partition * here
     seconds = crossing / (gpu.host_gb_s * 1e9) / constant("host_share")
-    return seconds + updated / constant("cpu_adam") + swapped / constant("nvme")
+    return seconds + updated / constant("cpu_adam") + swapped / nvme_bytes_per_second(gpu)
+
+
+def nvme_bytes_per_second(gpu: Gpu) -> float:
+    """Bytes per second of one machine's disks: as requested, else of one drive."""
+    return 1e9 * gpu.nvme_gb_s if gpu.nvme_gb_s else constant("nvme")
 
 
 @dataclass(frozen=True)

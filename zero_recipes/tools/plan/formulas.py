@@ -35,6 +35,7 @@ class Overheads:
     communicator: float
     own: tuple[float, float]
     segments: float
+    usable: Mapping[int, float]  # {GiB of a card, at least: share}
     cached: tuple[float, float]
     measured: bool  # whether a GPU showed what every run has; one GPU alone cannot show a communicator
 
@@ -42,8 +43,16 @@ class Overheads:
         """Bytes that the caching allocator does not know of."""
         return int(self.context[0] + (self.communicator if world_size > 1 else 0))
 
+    def usable_bytes(self, capacity: int) -> int:
+        """Bytes of a card that a run's tensors may take at their peak, if it is to fit for sure. `capacity`: bytes."""
+        sizes = [size for size in self.usable if size * 2**30 <= capacity]
+        return int(self.usable[max(sizes)] * capacity)
+
     def reserved_range(self, allocated: int, world_size: int) -> ReservedRange:
-        """Bound what the allocator reserves. `allocated`: bytes of the tensors at their peak."""
+        """Bound what nvidia-smi shows: from what is needed to what was ever reserved.
+
+        `allocated`: bytes of the tensors at their peak.
+        """
         beside = self.beside_segments(world_size)
         high = allocated * self.own[1] + self.segments + self.context[1] - self.context[0]
         return ReservedRange(low=allocated + beside, high=int(high) + beside)
