@@ -53,12 +53,14 @@ def main() -> None:
 
 def times_of(published: list[court.Row], fits: bool) -> dict[str, dict[str, Any]]:
     """{id: seconds of a step, [low, high], and of its parts, as `zero-recipes plan --quick` has them}. `fits`: the rows
-    fit times.yaml; "left_out" is then a plan's range whose constants and spread are fitted without the row's source."""
+    fit times.yaml; "left_out" and "likely_left_out" are then ranges that are fitted without the row's source."""
     rows, found = fit.prepared(published), {}
     left_out = fit.left_out(rows) if fits else {}
     for row in rows:
         speed, name = fit.planned(row), row["id"]
-        ranges = {"step_seconds": speed.step_seconds} | ({"left_out": left_out[name]} if fits else {})
+        ranges = {"step_seconds": speed.step_seconds, "likely": speed.likely}
+        if fits:
+            ranges |= {"left_out": left_out[name].step_seconds, "likely_left_out": left_out[name].likely}
         parts = ("computing", "communicating", "waiting", "offloading")
         found[name] = {key: [round(end, 4) for end in ends] for key, ends in ranges.items()}
         found[name] |= {part: round(getattr(speed, part), 4) for part in parts}

@@ -6,6 +6,7 @@ Nothing is simulated: the predictions are what predict.py wrote down before. Wri
 
 import csv
 import json
+import math
 import statistics
 import sys
 from typing import Any
@@ -71,7 +72,7 @@ def main(blind: bool) -> None:
     own = {name: part for name, part in document.items() if name.startswith("this program")}
     brief = {kind: document[kind] for kind in ("groups", "planners", "cached")} | {"times": regimes} | own
     print(*(f"{kind}, {name}: {found}" for kind, part in brief.items() for name, found in part.items()), sep="\n")
-    counts = ("held", "rows", "left_out")
+    counts = ("likely", "held", "rows", "likely_left_out", "left_out")
     now = {name: [found[count] for count in counts if count in found] for name, found in regimes.items()}
     if constants()["blind" if blind else "holds"] != now:
         print(f"zero_recipes/tools/plan/times.yaml: `{'blind' if blind else 'holds'}` is of other predictions: {now}")
@@ -105,14 +106,17 @@ def this_program(plan: str) -> dict[str, Any]:
 
 
 def scored_time(row: Row, predicted: dict[str, Any]) -> Row:
-    """With the geometric middle of the planned range over the measured seconds, less one, and whether the range that is
-    fitted without the row's source holds it."""
+    """With the middle of the likely range over the measured seconds, less one, and whether the ranges that are fitted
+    without the row's source hold it."""
     job, (low, high) = job_of_row(row), predicted["step_seconds"]
     seconds = measured_seconds(row, job)
     scored = {"regime": regime_of(job), "seconds": round(seconds, 3), "planned": [low, high]}
-    scored["error"] = round((low * high) ** 0.5 / seconds - 1, 4)
-    if "left_out" in predicted:
-        scored["left_out"] = predicted["left_out"][0] <= seconds <= predicted["left_out"][1]
+    likely = predicted["likely"]
+    scored["likely"] = likely
+    scored["error"] = round(math.sqrt(math.prod(likely)) / seconds - 1, 4)
+    for name in ("left_out", "likely_left_out"):
+        if name in predicted:
+            scored[name] = predicted[name][0] <= seconds <= predicted[name][1]
     return row | scored | {"scored": scored}
 
 
@@ -120,8 +124,11 @@ def held(rows: list[Row]) -> dict[str, Any]:
     """How many measured seconds lie in the planned range, and in one that is fitted without the row's source. `width`:
     the median of a range's high end over its low end."""
     found = {"rows": len(rows), "held": sum(row["planned"][0] <= row["seconds"] <= row["planned"][1] for row in rows)}
-    if "left_out" in rows[0]:
-        found["left_out"] = sum(row["left_out"] for row in rows)
+    if "likely" in rows[0]:
+        found["likely"] = sum(row["likely"][0] <= row["seconds"] <= row["likely"][1] for row in rows)
+    for name in ("left_out", "likely_left_out"):
+        if name in rows[0]:
+            found[name] = sum(row[name] for row in rows)
     found["width"] = round(statistics.median(row["planned"][1] / row["planned"][0] for row in rows), 2)
     return found | median_and_worst({row["id"]: row["error"] for row in rows})
 
