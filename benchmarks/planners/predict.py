@@ -86,9 +86,10 @@ def as_published(job: Job, prediction: Prediction) -> Prediction:
     tokens = settings.per_device_train_batch_size * prediction.max_length
     inputs = 2 * tokens * sizes.shape.layers * sizes.shape.hidden  # of recomputed layers
     phases, backward = {prediction.peak_phase: prediction.at_peak}, sizes.phases()["backward"]
-    if job.recomputes and head != "fused":
+    if head != "fused":
         logits = tokens * job.config["vocab_size"] * BYTES_PER_LOGIT[head]
-        phases["forward"] = backward | {"activations": inputs, "loss_head": logits, "grads": 0, "other": 0}
+        kept = inputs if job.recomputes else backward["activations"]
+        phases["forward"] = backward | {"activations": kept, "loss_head": logits, "grads": 0, "other": 0}
     if job.recomputes and job.is_fsdp and settings.use_peft:
         phases["backward"] = backward | {"activations": backward["activations"] + inputs}
     phase = max(phases, key=lambda name: sum(phases[name].values()))
