@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks.planners.court import (
@@ -45,7 +46,7 @@ GROUPS = {
 def main(blind: bool) -> None:
     folder = BLIND if blind else FOLDER
     predictions = json.loads((folder / "predictions.json").read_text())
-    known = [row | {"found": predictions["rows"].get(row["id"])} for row in read_rows(folder / "rows.yaml")]
+    known = predicted(folder / "rows.yaml", predictions["rows"])
     scored = [row | errors(row) for row in known if row["found"] and row["found"]["source"] != "none"]
     rows, earlier = ([row for row in scored if ("part" in row) == seen] for seen in (False, True))
     times = [scored_time(row, predictions["times"][row["id"]]) for row in read_rows(folder / "times.yaml")]
@@ -62,8 +63,12 @@ def main(blind: bool) -> None:
     }
     for plan in ("planned_before", "planned_now") if not blind else ():
         document |= this_program(plan)
-    document["verdicts"] = verdicts(known)
-    if not blind:
+    if blind:
+        document["verdicts"] = verdicts(known)
+    else:
+        of_threads = predicted(FOLDER / "deaths.yaml", predictions["deaths"])
+        document["verdicts"] = verdicts(known + of_threads)
+        document["deaths"] = {row["id"]: said for row in of_threads if row["died"] and (said := verdict_on(row))}
         document["usable"] = usable_at_death()
     if earlier:  # a blind set that is seen now
         document["groups"]["blind 1"] = summary(earlier)
@@ -82,6 +87,11 @@ def main(blind: bool) -> None:
         kinds.setdefault(regime_of(job), set()).update(kinds_of(job, row["gpu"]))
     if constants()["kinds"] != (now := {name: sorted(kinds[name]) for name in sorted(kinds)}):
         print(f"zero_recipes/tools/plan/times.yaml: `kinds` are others: {now}")
+
+
+def predicted(path: Path, predictions: dict[str, Any]) -> list[Row]:
+    """The rows of a file, each with its prediction, or None, as "found"."""
+    return [row | {"found": predictions.get(row["id"])} for row in read_rows(path)]
 
 
 def this_program(plan: str) -> dict[str, Any]:
@@ -157,19 +167,26 @@ def verdicts(rows: list[Row]) -> dict[str, dict[str, int]]:
     """
     found: dict[str, dict[str, int]] = {}
     for row in rows:
-        prediction = row["found"]
-        card = card_of(row)
-        if card is None or not prediction or prediction["source"] == "none":
-            continue
-        needed = prediction["allocated"] + overheads().beside_segments(row["gpus"])
-        shown = overheads().reserved_range(prediction["allocated"], row["gpus"]).high
-        verdict = verdict_of(needed, prediction["allocated"] <= overheads().usable_bytes(card), card)
-        earlier = verdict_of(needed, shown <= card, card)
+        said = verdict_on(row)
         outcome = "died" if row.get("died") else "ran"
-        for name, said in ((outcome, verdict), (f"{outcome}, earlier", earlier)):
+        for when, verdict in said.items():
+            name = outcome if when == "now" else f"{outcome}, {when}"
             counts = found.setdefault(name, {"fits": 0, "may run out": 0, "does not fit": 0})
-            counts[said] += 1
+            counts[verdict] += 1
     return found
+
+
+def verdict_on(row: Row) -> dict[str, str]:
+    """What the plan says of one run on its card, "now" and "earlier". Empty without a prediction or a card."""
+    prediction = row["found"]
+    card = card_of(row)
+    if card is None or not prediction or prediction["source"] == "none":
+        return {}
+    allocated = prediction["allocated"]
+    needed = allocated + overheads().beside_segments(row["gpus"])
+    shown = overheads().reserved_range(allocated, row["gpus"]).high
+    now = verdict_of(needed, allocated <= overheads().usable_bytes(card), card)
+    return {"now": now, "earlier": verdict_of(needed, shown <= card, card)}
 
 
 def verdict_of(needed: float, has_room: bool, card: int) -> str:
