@@ -20,6 +20,7 @@ BUCKET = 50_000_000  # elements, of rows that name no other size
 HEAD, KEPT = "loss_head_of_row", "keeps_inputs_of_row"  # in a job's model config, where model classes ignore them
 WORKSPACES = (8_519_680, 33_554_432)  # core/hardware.yaml
 HOPPER = ("H100", "H200", "H800", "B200")  # and Blackwell: cards of the second
+CARDS = {"96": 97_871 * 2**20}  # GB: bytes, where hardware.yaml lacks the card
 Row = dict[str, Any]  # a row's keys: rows.yaml, times.yaml
 
 
@@ -63,6 +64,18 @@ def gpu_times(plan: str) -> list[Row]:
                 row = {"id": f"{path.stem}-{run['case']}", "planned": run[plan]["step_seconds"]}
                 rows.append(row | {"seconds": run["measured"]["step_seconds"]})
     return rows
+
+
+def card_of(row: Row) -> int | None:
+    """Bytes of a row's card, which rows of memory name as people do: "A100 80 GB". None where it is not known."""
+    if "capacity" in row:
+        return int(row["capacity"] * UNITS["GiB"])
+    words = str(row.get("gpu")).lower().split()
+    if len(words) < 2 or words[-1] != "gb":
+        return None
+    size = words[-2]
+    name = "".join(words[:-2]).replace("a800", "a100").replace("h800", "h100") or "a100"
+    return CARDS[size] if f"{name}-{size}gb" not in gpus() else gpus()[f"{name}-{size}gb"].memory_bytes
 
 
 def measured_bytes(row: Row) -> float:

@@ -6,8 +6,10 @@ Nothing is simulated: the predictions are what predict.py wrote down before. Wri
 
 import csv
 import json
+import math
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks.planners.court import (
@@ -15,6 +17,7 @@ from benchmarks.planners.court import (
     FOLDER,
     ROOT,
     Row,
+    card_of,
     gpu_rows,
     gpu_times,
     job_of_row,
@@ -22,8 +25,9 @@ from benchmarks.planners.court import (
     measured_seconds,
     read_rows,
 )
+from benchmarks.planners.fit import kinds
 from zero_recipes.core.files import write_json
-from zero_recipes.tools.plan.cost import constants, kinds_of, regime_of
+from zero_recipes.tools.plan.cost import constants, regime_of
 from zero_recipes.tools.plan.formulas import overheads
 
 OURS = "this planner"
@@ -43,7 +47,7 @@ GROUPS = {
 def main(blind: bool) -> None:
     folder = BLIND if blind else FOLDER
     predictions = json.loads((folder / "predictions.json").read_text())
-    known = [row | {"found": predictions["rows"].get(row["id"])} for row in read_rows(folder / "rows.yaml")]
+    known = predicted(folder / "rows.yaml", predictions["rows"])
     scored = [row | errors(row) for row in known if row["found"] and row["found"]["source"] != "none"]
     rows, earlier = ([row for row in scored if ("part" in row) == seen] for seen in (False, True))
     times = [scored_time(row, predictions["times"][row["id"]]) for row in read_rows(folder / "times.yaml")]
@@ -60,6 +64,13 @@ def main(blind: bool) -> None:
     }
     for plan in ("planned_before", "planned_now") if not blind else ():
         document |= this_program(plan)
+    if blind:
+        document["verdicts"] = verdicts(known)
+    else:
+        of_threads = predicted(FOLDER / "deaths.yaml", predictions["deaths"])
+        document["verdicts"] = verdicts(known + of_threads)
+        document["deaths"] = {row["id"]: said for row in of_threads if row["died"] and (said := verdict_on(row))}
+        document["usable"] = usable_at_death()
     if earlier:  # a blind set that is seen now
         document["groups"]["blind 1"] = summary(earlier)
         document["blind 1"] = {row["id"]: row["errors"] | row["inside"] for row in earlier}
@@ -67,16 +78,24 @@ def main(blind: bool) -> None:
     own = {name: part for name, part in document.items() if name.startswith("this program")}
     brief = {kind: document[kind] for kind in ("groups", "planners", "cached")} | {"times": regimes} | own
     print(*(f"{kind}, {name}: {found}" for kind, part in brief.items() for name, found in part.items()), sep="\n")
-    counts = ("held", "rows", "left_out")
-    now = {name: [found[count] for count in counts if count in found] for name, found in regimes.items()}
-    if constants()["blind" if blind else "holds"] != now:
-        print(f"zero_recipes/tools/plan/times.yaml: `{'blind' if blind else 'holds'}` is of other predictions: {now}")
-    kinds: dict[str, set[str]] = {}
-    for row in (row for place in (FOLDER, BLIND) for row in read_rows(place / "times.yaml")):
-        job = job_of_row(row)
-        kinds.setdefault(regime_of(job), set()).update(kinds_of(job, row["gpu"]))
-    if constants()["kinds"] != (now := {name: sorted(kinds[name]) for name in sorted(kinds)}):
-        print(f"zero_recipes/tools/plan/times.yaml: `kinds` are others: {now}")
+    counts = ("likely", "held", "rows", "likely_left_out", "left_out")
+    now = {name: [found[count] for count in counts] for name, found in regimes.items()} if not blind else None
+    if now and constants()["holds"] != now:
+        print(f"zero_recipes/tools/plan/times.yaml: `holds` is of other predictions: {now}")
+    of_both = [row for place in (FOLDER, BLIND) for row in read_rows(place / "times.yaml")]
+    if constants()["kinds"] != (covered := kinds([row | {"job": job_of_row(row)} for row in of_both])):
+        print(f"zero_recipes/tools/plan/times.yaml: `kinds` are others: {covered}")
+
+
+def predicted(path: Path, predictions: dict[str, Any]) -> list[Row]:
+    """The rows of a file, each with its prediction, or None, as "found". Its range is the one that a plan prints."""
+    rows = []
+    for row in read_rows(path):
+        found = predictions.get(row["id"])
+        if found and found["source"] != "none":
+            found = found | {"device": overheads().reserved_range(found["allocated"], row["gpus"]).model_dump()}
+        rows.append(row | {"found": found})
+    return rows
 
 
 def this_program(plan: str) -> dict[str, Any]:
@@ -101,25 +120,38 @@ def this_program(plan: str) -> dict[str, Any]:
 
 
 def scored_time(row: Row, predicted: dict[str, Any]) -> Row:
-    """With the geometric middle of the planned range over the measured seconds, less one, and whether the range that is
-    fitted without the row's source holds it."""
+    """With the middle of the likely range over the measured seconds, less one, and whether the ranges that are fitted
+    without the row's source hold it."""
     job, (low, high) = job_of_row(row), predicted["step_seconds"]
     seconds = measured_seconds(row, job)
     scored = {"regime": regime_of(job), "seconds": round(seconds, 3), "planned": [low, high]}
-    scored["error"] = round((low * high) ** 0.5 / seconds - 1, 4)
-    if "left_out" in predicted:
-        scored["left_out"] = predicted["left_out"][0] <= seconds <= predicted["left_out"][1]
-    return row | scored | {"scored": scored}
+    likely = predicted["likely"]
+    scored["likely"] = likely
+    scored["error"] = round(math.sqrt(math.prod(likely)) / seconds - 1, 4)
+    for name in ("left_out", "likely_left_out"):
+        if name in predicted:
+            scored[name] = predicted[name][0] <= seconds <= predicted[name][1]
+    found = row | scored | {"scored": scored}
+    return found | {"of_left_out": predicted["left_out"]} if "left_out" in predicted else found
 
 
 def held(rows: list[Row]) -> dict[str, Any]:
     """How many measured seconds lie in the planned range, and in one that is fitted without the row's source. `width`:
     the median of a range's high end over its low end."""
     found = {"rows": len(rows), "held": sum(row["planned"][0] <= row["seconds"] <= row["planned"][1] for row in rows)}
-    if "left_out" in rows[0]:
-        found["left_out"] = sum(row["left_out"] for row in rows)
-    found["width"] = round(statistics.median(row["planned"][1] / row["planned"][0] for row in rows), 2)
+    if "likely" in rows[0]:
+        found["likely"] = sum(row["likely"][0] <= row["seconds"] <= row["likely"][1] for row in rows)
+    for name in ("left_out", "likely_left_out"):
+        if name in rows[0]:
+            found[name] = sum(row[name] for row in rows)
+    found["width"] = median_width(rows, "planned")
+    if "of_left_out" in rows[0]:
+        found["width_left_out"] = median_width(rows, "of_left_out")
     return found | median_and_worst({row["id"]: row["error"] for row in rows})
+
+
+def median_width(rows: list[Row], name: str) -> float:
+    return round(statistics.median(row[name][1] / row[name][0] for row in rows), 2)
 
 
 def errors(row: Row) -> dict[str, Any]:
@@ -137,6 +169,64 @@ def errors(row: Row) -> dict[str, Any]:
         "inside": {} if read == "allocated" else {"inside": low <= measured <= high},
         "width": high / low,
     }
+
+
+def verdicts(rows: list[Row]) -> dict[str, dict[str, int]]:
+    """What the plan says of runs that ran and of runs that died of memory, on their cards: how many of each verdict.
+
+    "earlier": by the verdict until November 2026, which was that of the range that nvidia-smi may show.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        said = verdict_on(row)
+        outcome = "died" if row.get("died") else "ran"
+        for when, verdict in said.items():
+            name = outcome if when == "now" else f"{outcome}, {when}"
+            counts = found.setdefault(name, {"fits": 0, "may run out": 0, "does not fit": 0})
+            counts[verdict] += 1
+    return found
+
+
+def verdict_on(row: Row) -> dict[str, str]:
+    """What the plan says of one run on its card, "now" and "earlier". Empty without a prediction or a card."""
+    prediction = row["found"]
+    card = card_of(row)
+    if card is None or not prediction or prediction["source"] == "none":
+        return {}
+    allocated = prediction["allocated"]
+    needed = allocated + overheads().beside_segments(row["gpus"])
+    shown = overheads().reserved_range(allocated, row["gpus"]).high
+    now = verdict_of(needed, allocated <= overheads().usable_bytes(card), card)
+    return {"now": now, "earlier": verdict_of(needed, shown <= card, card)}
+
+
+def verdict_of(needed: float, has_room: bool, card: int) -> str:
+    if needed > card:
+        return "does not fit"
+    return "fits" if has_room else "may run out"
+
+
+def usable_at_death() -> dict[str, dict[str, float]]:
+    """What runs had allocated and asked for when they died of memory, over their card: of overheads.yaml, by oom.csv.
+
+    Training runs of language models that no other process shared the card with.
+    """
+    lines = [line for line in (FOLDER / "oom.csv").read_text().splitlines() if not line.startswith("#")]
+    shares: dict[int, list[float]] = {}
+    for row in csv.DictReader(lines):
+        is_whole = row["capacity_gib"] and row["allocated_gib"] and row["tried_gib"]
+        if row["use"] != "train" or row["domain"] != "llm" or not is_whole:
+            continue
+        capacity = float(row["capacity_gib"])
+        size = max(size for size in overheads().usable if size <= capacity)
+        share = (float(row["allocated_gib"]) + float(row["tried_gib"])) / capacity
+        shares.setdefault(size, []).append(share)
+    found = {}
+    for size, of_size in sorted(shares.items()):
+        at = statistics.quantiles(of_size, n=20, method="inclusive")
+        values = {"least": min(of_size), "10 %": at[1], "median": at[9]}
+        found[f"from {size} GiB"] = {"runs": len(of_size)} | {name: round(value, 3) for name, value in values.items()}
+    return found
 
 
 def summary(rows: list[Row], name: str = OURS) -> dict[str, Any]:

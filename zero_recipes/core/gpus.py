@@ -10,6 +10,8 @@ from zero_recipes.core.findings import refusal
 from zero_recipes.core.library_errors import library_error_as_finding
 
 FP32_SHARE = 1 / 16  # of the bf16 figure: A100 19.5 of 312, without TF32 (torch's default)
+GPUS_OF_A_SERVER = 8
+DESKTOP_GB = 128  # of host memory
 OWN = Path(__file__).with_name("hardware.yaml")
 Positive = Annotated[float, Field(gt=0)]
 
@@ -30,6 +32,8 @@ class Gpu(BaseModel):
     link_gb_s: Positive
     host_gb_s: Positive
     network_gb_s: Positive
+    machine_memory_gb: Positive = 2000  # of a server with eight
+    nvme_gb_s: Positive | None = None  # of each machine's disks; None: one drive, as in plan/times.yaml
     workspace_bytes: int = 8_519_680
     source: Annotated[str, Field(min_length=1)]
 
@@ -37,6 +41,14 @@ class Gpu(BaseModel):
     def memory_bytes(self) -> int:
         """The memory that nvidia-smi shows, in bytes."""
         return self.memory_mib * 1024**2
+
+    def usual_host_bytes(self, count: int) -> int:
+        """Host memory that usually comes with so many of these GPUs in one machine, in bytes.
+
+        A part of a server comes with its share of the memory, but with that of a desktop at least.
+        """
+        share = self.machine_memory_gb * count / GPUS_OF_A_SERVER
+        return int(1e9 * min(self.machine_memory_gb, max(DESKTOP_GB, share)))
 
     def peak_flops(self, precision: str) -> float:
         """The peak of dense matrix products in FLOP/s.

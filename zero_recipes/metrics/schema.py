@@ -106,6 +106,11 @@ class HostBytes(Part):
     training: int
     resume: int | None = None
 
+    @property
+    def most(self) -> int:
+        """What a run needs that does not resume."""
+        return max(self.load, self.training)
+
 
 class CheckpointBytes(Part):
     """Disk space over all ranks: the saved model or adapter, and a resumable checkpoint."""

@@ -64,14 +64,15 @@ def add_launch(parser: ArgumentParser) -> None:
 
 def add_machines(parser: ArgumentParser) -> None:
     """Add what a plan must know of the machines, and how it is made."""
-    parser.add_argument("--gpus", required=True, help="number of GPUs; of a list (1,2,4,8), the smallest that fits")
+    parser.add_argument("--gpus", required=True, help="number of GPUs; of a list (1,2,4,8), the cheapest that fits")
     parser.add_argument("--gpu", default="h100-80gb", help="GPU type; docs/commands.md lists all; default: %(default)s")
     parser.add_argument(
         "--strategies", type=names, help="comma-separated names, or all; default: the stages and CPU offload"
     )
     parser.add_argument("--gpus_per_node", type=count, default=8, help="maximum GPUs per machine; default: %(default)s")
-    parser.add_argument("--host_memory", type=amount, help="host memory of each machine in GB; default: no limit")
+    parser.add_argument("--host_memory", type=amount, help="host memory of each machine in GB; default: as is usual")
     parser.add_argument("--nvme", type=amount, help="NVMe disk of each machine in GB, for ZeRO-Infinity")
+    parser.add_argument("--nvme_gbps", type=amount, help="GB/s of each machine's NVMe; default: 4.5, one drive")
     parser.add_argument("--network", type=amount, help="GB/s between machines per GPU (400 Gb/s is 50)")
     parser.add_argument("--quick", action="store_true", help="use formulas instead of the simulated engine")
     parser.add_argument("--seconds", type=amount, default=60, help="for simulations, then formulas; default: 60")

@@ -29,6 +29,7 @@ MOST_SEQUENCES = 4096  # a micro batch beyond it gains nothing
 LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
 NEARLY = 1.1  # times as long may a job take that fits for sure
 GAIN = 0.97  # of the time, for which larger micro batches are worth a change
+MOST_FREE_SEQUENCES = 256  # of a step, where nobody asked for a batch: usual for fine-tuning
 # what a change costs: first time, then another way of training
 COST_ORDER = ("nothing", "checkpointing", "micro batch", "stage", "offload", "LoRA")
 # The strategies of each place of the model states (GPUs, host memory, NVMe), in the order in which they are tried.
@@ -59,11 +60,17 @@ class Change:
 
 
 def smallest_change(
-    job: Job, capacity: int, predict: Predict, strategies: Strategies, host: int | None = None, nvme: int | None = None
+    job: Job,
+    capacity: int,
+    predict: Predict,
+    strategies: Strategies,
+    host: int | None = None,
+    nvme: int | None = None,
+    usual_host: int | None = None,
 ) -> Change | None:
     """The first change, in COST_ORDER, under which `job` fits.
 
-    `capacity`: bytes of a GPU. `host`, `nvme`: of each machine, where known.
+    `capacity`: bytes of a GPU. `host`, `nvme`: of each machine, where known. `usual_host`: see `fit_of`.
     """
     for setting, changed in _settings(job, strategies, nvme):
         for extra, smaller in _smaller(changed):
@@ -71,20 +78,19 @@ def smallest_change(
                 prediction = predict(smaller)
             except Refusal:  # e.g. LoRA without target modules for this architecture
                 break
-            fit = fit_of(prediction, capacity, host, nvme)
-            if fit.has_slack and smaller is not job:
+            fit = fit_of(prediction, capacity, host, nvme, usual_host)
+            if fit.is_sure and smaller is not job:
                 return Change(job, max(setting, extra, key=COST_ORDER.index), smaller, prediction, fit)
-            if fit.host_lacks or fit.nvme_lacks or _least_reserved(prediction) > capacity:
+            lacks_machine = fit.host_lacks or fit.nvme_lacks or fit.host_beyond_usual
+            if lacks_machine or _least_allocated(prediction) > overheads().usable_bytes(capacity):
                 break  # smaller activations change nothing
     return None
 
 
-def _least_reserved(prediction: Prediction) -> float:
+def _least_allocated(prediction: Prediction) -> int:
     """Bytes that smaller activations do not reduce."""
     peaks = prediction.peaks or {prediction.peak_phase: prediction.allocated_peak_bytes}
-    least = max(prediction.state_bytes, peaks.get("step", 0), peaks.get("best model", 0))
-    beside = prediction.reserved_bytes.low - prediction.allocated_peak_bytes
-    return overheads().cached[0] * least + beside
+    return max(prediction.state_bytes, peaks.get("step", 0), peaks.get("best model", 0))
 
 
 def _settings(job: Job, strategies: Strategies, nvme: int | None) -> Iterator[tuple[str, Job]]:
@@ -151,7 +157,7 @@ def _limits(job: Job, capacity: int, predict: Predict, near: Limits) -> Limits:
 
     def limit(key: str, step: int, most: int, start: int) -> int:
         def fits(steps: int) -> bool:
-            return fit_of(predict(job.changed(**{key: step * steps})), capacity).has_slack
+            return fit_of(predict(job.changed(**{key: step * steps})), capacity).is_sure
 
         return step * largest(fits, most // step, start // step)
 
@@ -189,11 +195,17 @@ class Row:
         """Whether the job fits, surely or perhaps."""
         return self.fit.runs
 
+    @property
+    def seconds_a_token(self) -> float:
+        """Seconds of the whole job for one token, in the middle of the range."""
+        return self.speed.middle / self.speed.tokens_per_step
+
 
 def make_row(request: PlanRequest, job: Job, predict: Predict) -> Row:
     """Predict a job's memory and time, and see whether it fits the request's machine."""
     prediction = predict(job)
-    fit = fit_of(prediction, request.gpu.memory_bytes, request.host, request.nvme)
+    usual_host = request.gpu.usual_host_bytes(job.ranks_per_node)
+    fit = fit_of(prediction, request.gpu.memory_bytes, request.host, request.nvme, usual_host)
     return Row(job, prediction, fit, estimate(job, prediction, request.gpu, request.lengths))
 
 
@@ -206,9 +218,10 @@ def rows_of(request: PlanRequest, jobs: Sequence[Job], predict: Predict) -> list
     if len(request.counts) > 1 and fewest_gpus(rows) is not None:
         return rows
     most = max(job.world_size for job in jobs)
-    machine = (request.strategies, request.host, request.nvme)
     for i, row in enumerate(rows):
         if not row.runs and row.job.world_size == most:
+            usual_host = request.gpu.usual_host_bytes(row.job.ranks_per_node)
+            machine = (request.strategies, request.host, request.nvme, usual_host)
             change = smallest_change(row.job, row.fit.capacity, predict, *machine)
             rows[i] = replace(row, change=change)
     return rows
@@ -240,24 +253,25 @@ class Recommendation:
 def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
     """Recommend one of the rows that fit, or a change.
 
-    Of the first place that holds a strategy, of the fastest with slack: the first that fits, else the roomiest.
-    So a tight one or ZeRO++ wins only beyond the error of the estimates.
+    Of the first place that holds a strategy, the fastest of those that fit for sure, else the roomiest.
+    Within the error of the estimates the first counts as fast, so ZeRO++ wins only beyond it.
     Where nothing fits, the change of all rows that costs least.
-    Never other arithmetics beside others, nor what `check` warns about (ZR138) beside what has slack.
+    Never what may not fit into a usual machine's memory beside what does, nor other arithmetics beside others, nor what
+    `check` warns about (ZR138) beside what fits for sure.
     """
     exact = [row for row in rows if not changes_arithmetic(row.job)] or list(rows)
     fitting = [row for row in exact if row.runs]
     otherwise = [row for row in rows if row.runs and row not in exact]
     if not fitting:
         return Recommendation(rows, gpu, change=_least_change(exact, gpu), other_arithmetic=otherwise)
-    fitting.sort(key=lambda row: (ORDER.index(kind(row.job)), -row.fit.margin))
+    fitting = [row for row in fitting if not row.fit.host_beyond_usual] or fitting
+    fitting.sort(key=lambda row: ORDER.index(kind(row.job)))
     place = next(place for place in PLACES if kind(fitting[0].job) in place)
     here = [row for row in fitting if kind(row.job) in place]
-    with_slack = [row for row in here if row.fit.has_slack and not shares_nothing(row.job)]
-    with_slack = with_slack or [row for row in here if row.fit.has_slack]
-    as_fast = fastest_of(with_slack or here)
-    roomiest = max(as_fast, key=lambda row: row.fit.margin)
-    chosen = next((row for row in as_fast if row.fit.status == "fits"), roomiest)
+    sure = [row for row in here if row.fit.is_sure]
+    sharing = [row for row in sure if not shares_nothing(row.job)]
+    as_fast = fastest_of(sharing or sure or here)
+    chosen = as_fast[0] if sure else max(as_fast, key=lambda row: row.fit.margin)
     return Recommendation(rows, gpu, chosen, as_fast, other_arithmetic=otherwise)
 
 
@@ -277,24 +291,24 @@ def on_each_machine(rows: Sequence[Row], gpu: Gpu) -> list[Recommendation]:
     return [recommend(of_machine, gpu) for of_machine in machines.values()]
 
 
-def best_machine(machines: Sequence[Recommendation], by_price: bool) -> Recommendation:
-    """Recommend a machine: the fewest GPUs that do, or those on which a token costs least.
+def best_machine(machines: Sequence[Recommendation]) -> Recommendation:
+    """Recommend the machine on which a token costs least: the fewest GPU-seconds.
 
-    At nearly that price, those that fit for sure.
-    The most where nothing fits.
+    At nearly that price, one on which the job fits for sure, and of these the smallest.
+    The largest where nothing fits.
     """
 
     def costs(advice: Recommendation) -> float:
-        gpus = advice.chosen.job.world_size
         speed = advice.chosen.speed
-        return gpus * speed.middle / speed.tokens_per_step if by_price else gpus
+        return advice.chosen.job.world_size * speed.middle / speed.tokens_per_step
 
-    fitting = sorted((advice for advice in machines if advice.chosen), key=costs)
+    fitting = [advice for advice in machines if advice.chosen]
     if not fitting:
         return machines[-1]
-    most = NEARLY * costs(fitting[0]) if by_price else 0
-    nearly = [advice for advice in fitting if costs(advice) <= most and advice.chosen.fit.status == "fits"]
-    return [*nearly, *fitting][0]
+    least = min(map(costs, fitting))
+    nearly = [advice for advice in fitting if costs(advice) <= NEARLY * least]
+    sure = [advice for advice in nearly if advice.chosen.fit.is_sure]
+    return min(sure or nearly, key=lambda advice: advice.chosen.job.world_size)
 
 
 def lighter(request: PlanRequest, advice: Recommendation, predict: Predict, guess: Predict) -> dict[str, Row]:
@@ -320,34 +334,52 @@ def _packs_little(job: Job) -> bool:
 
 
 def better(request: PlanRequest, chosen: Row, others: Sequence[Row], predict: Predict, guess: Predict) -> Row | None:
-    """What to run in place of `chosen`, at the same global batch; None where nothing is better.
+    """What to run in place of `chosen`; None where nothing is better.
 
     For one that may run out of memory: what fits for sure at nearly the same time, at last of `others`.
-    For one that fits: the largest micro batch that fits for sure and is faster than accumulation.
+    For one that fits: larger micro batches that fit for sure and take less time a token. Instead of accumulation; where
+    nobody asked for a batch, also of a larger global batch.
     """
-    is_sure = chosen.fit.status == "fits"
-    jobs = _larger(chosen.job) if is_sure else [job for _, job in _smaller(chosen.job)][1:]
+    is_sure = chosen.fit.is_sure
+    if not is_sure:
+        jobs = [job for _, job in _smaller(chosen.job)][1:]
+    elif request.batch_is_free:
+        jobs = _of_free_batches(chosen.job)
+    else:
+        jobs = _instead_of_accumulation(chosen.job)
     longest = GAIN if is_sure else NEARLY
 
     def does(row: Row, beside: Row) -> bool:
-        return row.fit.status == "fits" and row.speed.middle <= longest * beside.speed.middle
+        return row.fit.is_sure and row.seconds_a_token <= longest * beside.seconds_a_token
 
     guessed = make_row(request, chosen.job, guess)
-    for job in jobs:
-        if does(make_row(request, job, guess), guessed) and not warned(job):
-            row = make_row(request, job, predict)
+    able = [row for row in (make_row(request, job, guess) for job in jobs) if does(row, guessed)]
+    if request.batch_is_free and is_sure:  # the smallest that is nearly as fast as the fastest
+        fastest = min((row.seconds_a_token for row in able), default=0.0)
+        able.sort(key=lambda row: row.seconds_a_token > fastest / GAIN)
+    for row in able:
+        if not warned(row.job):
+            row = make_row(request, row.job, predict)
             if does(row, chosen):
                 return row
     return None if is_sure else next((row for row in others if does(row, chosen)), None)
 
 
-def _larger(job: Job) -> Iterator[Job]:
-    """The largest micro batches first."""
+def _instead_of_accumulation(job: Job) -> Iterator[Job]:
+    """Larger micro batches at the same global batch, the largest first."""
     passes = job.settings.gradient_accumulation_steps
     sequences = job.settings.per_device_train_batch_size * passes
     for fewer in range(1, passes):
         if passes % fewer == 0:
             yield job.changed(per_device_train_batch_size=sequences // fewer, gradient_accumulation_steps=fewer)
+
+
+def _of_free_batches(job: Job) -> Iterator[Job]:
+    """Larger micro batches without accumulation, the smallest first, up to a usual global batch."""
+    size = 2 * job.settings.per_device_train_batch_size
+    while size * job.world_size <= MOST_FREE_SEQUENCES:
+        yield job.changed(per_device_train_batch_size=size, gradient_accumulation_steps=1)
+        size *= 2
 
 
 def fastest_of(rows: Sequence[Row]) -> list[Row]:

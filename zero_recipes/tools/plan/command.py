@@ -60,7 +60,7 @@ def answer_by(
         memory = request.gpu.memory_bytes
         rows = [replace(row, limits=limits_of(row.job, memory, predict, guess)) for row in rows]
     machines = on_each_machine(rows, request.gpu)
-    advice = best_machine(machines, by_price=arguments.price is not None)
+    advice = best_machine(machines)
     other_ways = lighter(request, advice, predict, guess)
     best = None
     if advice.chosen:
@@ -126,7 +126,9 @@ def requested(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
             recipe = replace(read_recipe(file, rest), path=recipe.path)
     recipe = replace(recipe, settings=recipe.settings.replace(model_name_or_path=name))
     request = read_request(arguments, [*own, *rest], recipe, config)
-    return replace(request, no_lengths="there is no recipe")
+    batches = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
+    is_free = not any(word.lstrip("-").split("=")[0] in batches for word in rest)
+    return replace(request, no_lengths="there is no recipe", batch_is_free=is_free)
 
 
 def _default_settings() -> Settings:

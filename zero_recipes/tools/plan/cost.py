@@ -4,7 +4,7 @@ From counted FLOPs and bytes, the GPU's figures (hardware.yaml), and what hosts 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,17 +14,21 @@ from zero_recipes.config.row_lengths import RowLengths
 from zero_recipes.config.settings import steps_by_epochs
 from zero_recipes.core.files import package_yaml
 from zero_recipes.core.gpus import Gpu
+from zero_recipes.core.zero_paper import paper_volume
 from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.formulas import DEFAULT_BUCKET, Sizes, bucket_in
 from zero_recipes.tools.plan.job import Job
-from zero_recipes.tools.plan.shape import shape_of
+from zero_recipes.tools.plan.shape import Shape, shape_of
 
 Range = tuple[float, float]  # low, high
 
 ADAM_BYTES = 30  # read and written per parameter: master, moments, gradient in; master, moments, 16-bit weight out
 UNPACKED_BYTES = 2 + 9 / 16  # read and written per weight of 4 bits, for each product
+LIKELY_WIDTH = 1.5  # the high end of the likely range over its low end
 LONG = 2048  # tokens of one GPU in a pass
+SHORT = 1024  # tokens, up to which a pass is short through and through
+WIDER = 1.25  # at each end of the range, where no published row is for the card or the way of training
 LONG_ROW = 16_384  # tokens, from which attention decides
 DDP_BUCKET = 25 * 2**20  # bytes; torch's bucket_cap_mb
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # train_sampling_strategy: rows of a micro batch are alike
@@ -38,8 +42,19 @@ def constant(name: str) -> Any:
 
 def passes_of(job: Job) -> str:
     """Name the job's passes as times.yaml's `spread` does. Short ones leave the host less time than it needs."""
-    tokens = job.settings.per_device_train_batch_size * (job.settings.max_length or LONG) / job.sequence_parallel
-    return "long passes" if tokens >= LONG else "short passes"
+    return "long passes" if tokens_of_pass(job) >= LONG else "short passes"
+
+
+def tokens_of_pass(job: Job) -> float:
+    """Tokens of one GPU in a pass."""
+    return job.settings.per_device_train_batch_size * (job.settings.max_length or LONG) / job.sequence_parallel
+
+
+def of_passes(values: Mapping[str, float], job: Job) -> float:
+    """A factor of times.yaml's long and short passes for this job's: between SHORT and LONG tokens between the two."""
+    share = math.log(tokens_of_pass(job) / SHORT, LONG / SHORT)
+    share = min(1.0, max(0.0, share))
+    return values["long passes"] ** share * values["short passes"] ** (1 - share)
 
 
 def regime_of(job: Job) -> str:
@@ -71,19 +86,19 @@ def kinds_of(job: Job, gpu: str) -> set[str]:
     return {card, *(name for name in special if special[name])}
 
 
+def without_rows(job: Job, gpu: Gpu) -> set[str]:
+    """Of its kinds, those that no published time of its regime is for."""
+    return kinds_of(job, gpu.name).difference(constants()["kinds"][regime_of(job)])
+
+
 def how_good(job: Job, gpu: Gpu) -> str:
-    """What the printed range of a step's time is worth."""
+    """What the printed ranges of a step's time are worth, for a source that they were not fitted to."""
     regime = regime_of(job)
-    known = constants()
-    inside, rows, left_out = known["holds"][regime]
-    lacking = kinds_of(job, gpu.name).difference(known["kinds"][regime])
-    ending = ""
-    if lacking:
-        ending = f"; none of them is for {', '.join(sorted(lacking))}"
-    elif regime in known["blind"]:
-        ending = "; {} of {} in a blind test".format(*known["blind"][regime])
-    kind = f"published times of this kind ({regime})"
-    return f"Step: {inside} of {rows} {kind} are in the range, {left_out} if fitted without their source{ending}."
+    *_, rows, likely, whole = constants()["holds"][regime]
+    lacking = ", ".join(sorted(without_rows(job, gpu)))
+    ending = f"; none is for {lacking}: {WIDER:g} times wider" if lacking else ""
+    kind = f"{rows} published times ({regime})"
+    return f"{likely} of {kind} are in the likely range, {whole} in the whole{ending}."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
@@ -131,11 +146,14 @@ class Speed:
     offloading: float  # none of it hidden
     tokens_per_step: int  # of all ranks, without padding
     mfu: Range
+    middle: float  # the middle of the likely range, in seconds of a step
 
     @property
-    def middle(self) -> float:
-        """Seconds of a step, in the middle of the range: the geometric mean, since its ends are factors."""
-        return math.sqrt(math.prod(self.step_seconds))  # of a range of factors
+    def likely(self) -> Range:
+        """Seconds of a step that are likely: a range of LIKELY_WIDTH around the middle, within the whole range."""
+        low, high = self.step_seconds
+        factor = math.sqrt(LIKELY_WIDTH)
+        return max(low, self.middle / factor), min(high, self.middle * factor)
 
     @property
     def tokens_per_second(self) -> Range:
@@ -159,11 +177,12 @@ def estimate(job: Job, prediction: Prediction, gpu: Gpu, rows: RowLengths | None
     waiting = max(0.0, _hosting(job) - computing - communicating)
     offloading = _offloading(job, prediction, gpu)
     beside = computing + communicating + waiting
-    spread = constants()["spread"]
-    least, most = spread[passes_of(job)]
-    least_offload, most_offload = spread["offload"]
-    low = least * beside + least_offload * offloading
-    high = most * beside + most_offload * offloading
+    least, most = ({kind: ends[i] for kind, ends in constants()["spread"].items()} for i in (0, 1))
+    wider = WIDER if without_rows(job, gpu) else 1
+    low = (of_passes(least, job) * beside + least["offload"] * offloading) / wider
+    high = (of_passes(most, job) * beside + most["offload"] * offloading) * wider
+    centre = constants()["centre"]
+    middle = of_passes(centre, job) * beside + centre["offload"] * offloading
     sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps / job.sequence_parallel
     used = sequences * flops / peak
     return Speed(
@@ -174,6 +193,7 @@ def estimate(job: Job, prediction: Prediction, gpu: Gpu, rows: RowLengths | None
         offloading,
         tokens_per_step=round(sequences * prediction.world_size * tokens),
         mfu=(used / high, used / low),
+        middle=middle,
     )
 
 
@@ -183,10 +203,17 @@ def _computing(job: Job, prediction: Prediction, gpu: Gpu, share: float, peak: f
     attention = sizes.kernel_flops()
     known = constant("attention")
     reached = known.get(job.settings.attn_implementation, known["flash_attention_2"])  # which torch's own is too
-    seconds = share * (prediction.flops_per_step - attention) / peak / constant("achievable")
+    products = _of_card("products", gpu) * constant("achievable")
+    seconds = share * (prediction.flops_per_step - attention) / peak / products
     seconds += share * attention / peak / reached.get(gpu.name, reached["others"])
     moved = _memory_bytes(job, prediction) + share * _activation_bytes(sizes)
     return seconds + moved / (gpu.memory_gb_s * 1e9 * constant("memory_share"))
+
+
+def _of_card(name: str, gpu: Gpu) -> float:
+    """A value of times.yaml that has one for each card."""
+    values = constant(name)
+    return values.get(gpu.name, values["others"])
 
 
 def _memory_bytes(job: Job, prediction: Prediction) -> float:
@@ -218,7 +245,14 @@ def _hosting(job: Job) -> float:
     """Seconds of Python and launches in one step."""
     shape = shape_of(job.config, job.settings)
     rounds = _rounds(job)
-    seconds = rounds * shape.layers * constant("layer_seconds")
+    each = shape.layers * constant("layer_seconds")
+    if job.settings.use_peft:
+        each += _adapters(shape) * constant("adapter_seconds")
+    if job.quantizes:
+        each += _packed_tensors(shape) * constant("unpack_seconds")
+    if job.is_fsdp and job.world_size > 1:
+        each += shape.layers * constant("shard_seconds")
+    seconds = rounds * each
     if job.zero_stage == 3:
         hooks = rounds * len(shape.tensors) * constant("gather_seconds")
         if "leaf_module" in job.zero.zero:
@@ -227,6 +261,17 @@ def _hosting(job: Job) -> float:
     if job.zero_stage:
         seconds += sum(tensor.trained for tensor in shape.tensors) * constant("reduce_seconds")
     return job.settings.gradient_accumulation_steps * seconds
+
+
+def _adapters(shape: Shape) -> float:
+    """How many adapters all layers have: of two matrices each."""
+    return sum(tensor.trained and tensor.is_matrix for tensor in shape.tensors) / 2
+
+
+def _packed_tensors(shape: Shape) -> int:
+    """How many weights bitsandbytes unpacks: frozen matrices, without the embedding and the head."""
+    frozen = [tensor for tensor in shape.tensors if tensor.is_matrix and not tensor.trained]
+    return sum(tensor.size != shape.embedding for tensor in frozen)
 
 
 def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: float) -> float:
@@ -252,13 +297,27 @@ def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: float)
         around = times * (ranks - 1) / ranks * size
         if name == "reduce":
             around = size  # a chain that ends at the owner: no other link is at work meanwhile
-        if name == "all_gather" and ranks > job.gpus_per_node and job.zero.hpz_partition_size > 1:
-            around *= 1 / 2 + 1 / 2 * bandwidth / (1e9 * gpu.link_gb_s)  # backward's stay within a node
+        across = _share_across_machines(job, name)
+        around *= across + (1 - across) * bandwidth / (1e9 * gpu.link_gb_s)
         calls = max(passes, size / _bytes_of_call(job, name))
         seconds = around / bandwidth / constant("link_share") + calls * constant("call_seconds")
         total += seconds
         bare += seconds * passes / calls
     return max(bare, total - window(job) * constant("hidden") * computing)
+
+
+def _share_across_machines(job: Job, collective: str) -> float:
+    """The share of a collective's bytes that goes between machines. Under hpZ, backward's gathers stay within one."""
+    stays = collective == "all_gather" and job.zero.hpz_partition_size > 1
+    return 1 / 2 if stays else 1.0
+
+
+def bytes_across_machines(job: Job, prediction: Prediction) -> float:
+    """Bytes of a step's collectives that go between machines, counted as in the ZeRO paper; 0 on one machine."""
+    if job.world_size <= job.gpus_per_node:
+        return 0.0
+    volumes = prediction.communication_bytes_per_step
+    return sum(paper_volume({name: size}) * _share_across_machines(job, name) for name, size in volumes.items())
 
 
 def _bytes_of_call(job: Job, collective: str) -> float:
@@ -314,7 +373,12 @@ def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> float:
     if zero.offload_param == "nvme":
         swapped += 2 * (2 * passes + 1) * partition * here
     seconds = crossing / (gpu.host_gb_s * 1e9) / constant("host_share")
-    return seconds + updated / constant("cpu_adam") + swapped / constant("nvme")
+    return seconds + updated / constant("cpu_adam") + swapped / nvme_bytes_per_second(gpu)
+
+
+def nvme_bytes_per_second(gpu: Gpu) -> float:
+    """Bytes per second of one machine's disks: as requested, else of one drive."""
+    return 1e9 * gpu.nvme_gb_s if gpu.nvme_gb_s else constant("nvme")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A prediction by textbook formulas, in milliseconds: `zero-recipes plan --quick`. The engine's simulation is exact.
 
 Model states: arXiv:1910.02054, and what DeepSpeed 0.19.8 adds inside its step (tests/helpers/state_terms.py).
-Activations: Korthikanti et al., arXiv:2205.05198, section 4.1 and table 2, without dropout's masks.
+Activations: Korthikanti et al., arXiv:2205.05198, section 4.1 and table 2; eager attention as transformers has it.
 Symbols: s tokens, b sequences in a micro batch, h hidden width, a heads, L layers, V vocabulary.
 Sizes are bytes of one rank.
 """
@@ -35,6 +35,7 @@ class Overheads:
     communicator: float
     own: tuple[float, float]
     segments: float
+    usable: Mapping[int, float]  # {GiB of a card, at least: share}
     cached: tuple[float, float]
     measured: bool  # whether a GPU showed what every run has; one GPU alone cannot show a communicator
 
@@ -42,8 +43,16 @@ class Overheads:
         """Bytes that the caching allocator does not know of."""
         return int(self.context[0] + (self.communicator if world_size > 1 else 0))
 
+    def usable_bytes(self, capacity: int) -> int:
+        """Bytes of a card that a run's tensors may take at their peak, if it is to fit for sure. `capacity`: bytes."""
+        sizes = [size for size in self.usable if size * 2**30 <= capacity]
+        return int(self.usable[max(sizes)] * capacity)
+
     def reserved_range(self, allocated: int, world_size: int) -> ReservedRange:
-        """Bound what the allocator reserves. `allocated`: bytes of the tensors at their peak."""
+        """Bound what nvidia-smi shows: from what is needed to what was ever reserved.
+
+        `allocated`: bytes of the tensors at their peak.
+        """
         beside = self.beside_segments(world_size)
         high = allocated * self.own[1] + self.segments + self.context[1] - self.context[0]
         return ReservedRange(low=allocated + beside, high=int(high) + beside)
@@ -250,14 +259,19 @@ class Sizes:
         return MIXED if self.width == 2 else FP32._replace(optimizer=12)
 
     def _copies(self) -> float:
-        """Gradients in the masters' dtype, and those that stages 1 and 2 flatten (stage_1_and_2.py `step`)."""
+        """Gradients in the masters' dtype, and what Adam makes beside them.
+
+        Stages 1 and 2 have flattened gradients there (stage_1_and_2.py `step`), which go before Adam's copies come.
+        """
         zero = self.job.zero
         if zero.stage == 0:
-            return 4 * self.trainable if self.is_mixed else 0
+            masters = 4 * self.trainable if self.is_mixed else 0
+            return masters + self._copies_of_adam(masters or self.width * self.trainable)
         master = 2 if zero.bf16_masters else 4
         share = self.trainable / self.ranks
         if zero.stage == 3:
-            return master * min(share, number_in(zero.zero, "sub_group_size", 10**9))
+            stepped = master * min(share, number_in(zero.zero, "sub_group_size", 10**9))
+            return stepped + self._copies_of_adam(stepped)
         if master != self.width:
             master += self.width
         return master * share
@@ -272,7 +286,7 @@ class Sizes:
         bucket = min(bucket, self.trainable)
         if zero.stage == 3 and "leaf_module" in zero.zero:
             bucket += self._in_layers() / self.shape.layers
-        if zero.stage == 3 and self.ranks > 1:
+        if zero.stage == 3 and (self.ranks > 1 or self.job.offloads_params):
             live = max(number_in(zero.zero, "stage3_max_live_parameters", DEFAULT_LIVE), self.shape.embedding)
             if self.job.keeps_gathered:
                 live = self.shape.parameters
@@ -316,7 +330,7 @@ class Sizes:
         return self.shape.layers * one_layer + 2 * one_input  # the embedding's output and the last norm's input
 
     def layer(self, tokens: int) -> float:
-        """One layer's activations (section 4.1: 34sbh + 5as²b, less dropout's masks, 2sbh and as²b).
+        """One layer's activations (section 4.1: 34sbh + 5as²b, with dropout's masks, 2sbh and as²b, where it drops).
 
         Eager attention keeps the scores, a·s²·b; fused attention keeps one fp32 sum per head and token.
         """
@@ -324,8 +338,21 @@ class Sizes:
         attention = 2 * shape.query_width + 2 * shape.kv_width
         mlp = (3 if shape.gated else 1) * shape.ffn
         kept = self.width * (attention + mlp + 2 * shape.hidden)
-        score = 2 * self.width * self.length if self.is_eager else 4
+        if shape.drops_residual:
+            kept += 2 * shape.hidden
+        score = self.score() * self.length if self.is_eager else 4
         return tokens * (kept + score * shape.heads + self.inputs())
+
+    def score(self) -> int:
+        """Bytes of one score that eager attention keeps, most models of transformers (`eager_attention_forward`).
+
+        softmax keeps what it returns, in fp32. The product with the values keeps that in its own dtype, or as dropout
+        returns it; dropout keeps a mask of bytes.
+        """
+        in_softmax = 4
+        if self.shape.drops_scores:
+            return in_softmax + 1 + self.width
+        return in_softmax + (self.width if self.width < 4 else 0)
 
     def inputs(self) -> float:
         """Bytes of a token that one layer's products keep: the norms' outputs and the MLP's. Frozen ones keep none.

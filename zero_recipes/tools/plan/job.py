@@ -324,6 +324,7 @@ class PlanRequest:
     nvme: int | None = None  # the same of its NVMe
     lengths: RowLengths | None = None
     no_lengths: str | None = None  # why they are not known
+    batch_is_free: bool = False  # nobody asked for a micro batch
 
     def jobs(self) -> tuple[list[Job], dict[int, dict[str, str]]]:
         """Make all jobs that can run, and say of the others why not: {GPUs: {strategy: why}}.
@@ -393,6 +394,8 @@ def read_request(
     gpu = gpu_named(arguments.gpu, gpus(arguments.hardware))
     if arguments.network is not None:
         gpu = gpu.model_copy(update={"network_gb_s": arguments.network})
+    if arguments.nvme_gbps is not None:
+        gpu = gpu.model_copy(update={"nvme_gb_s": arguments.nvme_gbps})
     recipe = recipe or read_recipe(arguments.recipe, overrides)
     settings = recipe.settings
     if settings.precision == "bf16" and not gpu.bf16:

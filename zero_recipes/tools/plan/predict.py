@@ -102,13 +102,13 @@ def by_formulas(job: Job, reason: str | None) -> Prediction:
 class Fit:
     """A prediction beside the memory of a GPU and its machine, in bytes."""
 
-    status: Literal["fits", "tight", "no"]  # tight: only the low end fits
-    margin: int  # that the low end of the reserved range leaves
-    slack: int  # a strategy that leaves less comes last
+    status: Literal["fits", "tight", "no"]  # tight: may run out
+    margin: int  # of the GPU, beside what is needed
     capacity: int
     host_lacks: int = 0  # of one machine's memory; 0 where it is enough or not known
     nvme_lacks: int = 0  # of one machine's NVMe
     resume_lacks: int = 0  # of its memory, to read a checkpoint
+    host_beyond_usual: int = 0  # of the memory that such a machine usually has, where its own is not known
 
     @property
     def runs(self) -> bool:
@@ -116,29 +116,36 @@ class Fit:
         return self.status != "no"
 
     @property
-    def has_slack(self) -> bool:
-        """Whether the job fits with room for the prediction's error."""
-        return self.runs and self.margin >= self.slack
+    def is_sure(self) -> bool:
+        """Whether the job fits with room for fragmentation and for the prediction's error."""
+        return self.status == "fits"
 
 
-def fit_of(prediction: Prediction, capacity: int, host: int | None = None, nvme: int | None = None) -> Fit:
+def fit_of(
+    prediction: Prediction,
+    capacity: int,
+    host: int | None = None,
+    nvme: int | None = None,
+    usual_host: int | None = None,
+) -> Fit:
     """Compare a prediction with a GPU's memory, and a machine's host memory and NVMe, all in bytes.
 
+    `usual_host`: what such a machine usually has. It counts where `host` is not known.
     Without `host` or `nvme` there is no such limit.
     """
 
     def lacks(needed: int | None, there: int | None) -> int:
         return 0 if there is None else max(0, (needed or 0) - there)
 
-    reserved = prediction.reserved_bytes
-    needed = prediction.host_bytes
-    host_lacks = lacks(max(needed.load, needed.training), host)
+    needed = prediction.reserved_bytes.low
+    on_host = prediction.host_bytes
+    host_lacks = lacks(on_host.most, host)
     nvme_lacks = lacks(prediction.nvme_bytes, nvme)
+    beyond_usual = lacks(on_host.most, usual_host) if host is None else 0
     status = "tight"
-    if host_lacks or nvme_lacks or reserved.low > capacity:
+    if host_lacks or nvme_lacks or needed > capacity:
         status = "no"
-    elif reserved.high <= capacity:
+    elif prediction.allocated_peak_bytes <= overheads().usable_bytes(capacity) and not beyond_usual:
         status = "fits"
-    margin = capacity - reserved.low
-    slack = int((overheads().cached[0] - 1) * prediction.allocated_peak_bytes)
-    return Fit(status, margin, slack, capacity, host_lacks, nvme_lacks, resume_lacks=lacks(needed.resume, host))
+    resume_lacks = lacks(on_host.resume, host)
+    return Fit(status, capacity - needed, capacity, host_lacks, nvme_lacks, resume_lacks, beyond_usual)

@@ -14,9 +14,18 @@ from zero_recipes.core.units import count, duration, money, percent, size
 from zero_recipes.core.zero_paper import paper_volume
 from zero_recipes.tools.check import rehearsal_of
 from zero_recipes.tools.plan.choose import Recommendation, Row, fewest_gpus
-from zero_recipes.tools.plan.cost import Cost, Range, cost, estimate, how_good
+from zero_recipes.tools.plan.cost import (
+    Cost,
+    Range,
+    bytes_across_machines,
+    cost,
+    estimate,
+    how_good,
+    nvme_bytes_per_second,
+)
 from zero_recipes.tools.plan.job import Job, PlanRequest, shares_nothing
 from zero_recipes.tools.plan.predict import BY_FORMULAS, SOURCES
+from zero_recipes.tools.plan.shape import shape_of
 
 # columns of -v
 PARTS = {
@@ -31,9 +40,10 @@ PARTS = {
 STATUSES = {"fits": "fits", "tight": "may run out", "no": "does not fit"}
 # behind -v
 NOTES = (
-    "Peak: live tensors on the fullest GPU; the columns up to Other are its parts. GPU memory: from the peak with "
-    "CUDA and NCCL up to what nine of ten published runs stayed below. May run out: only the low end fits, where the "
-    "allocator empties its cache. Margin: free memory at the low end. Other programs on the GPU are not counted.",
+    "Peak: live tensors on the fullest GPU; the columns up to Other are its parts. GPU memory: the peak with CUDA and "
+    "NCCL, which a run needs. Nvidia-smi shows what was ever reserved. Fits: the peak leaves what training runs on "
+    "cards of this size lost to fragmentation (overheads.yaml). May run out: it leaves less, or needs more host memory "
+    "than such a machine usually has. Margin: free memory beside what is needed. Other programs do not count.",
     "Host: memory per machine while loading / training / resuming. Disk: the model / a resumable checkpoint. NVMe: "
     "swap files per machine. Comm.: an all-reduce counts twice.",
     "Memory is for rows of max_length.",
@@ -229,8 +239,8 @@ def difference(old: Job, new: Job) -> str:
     batch = after.per_device_train_batch_size
     if batch != before.per_device_train_batch_size:
         passes = after.gradient_accumulation_steps
-        accumulation = f"with {passes} accumulation steps" if passes > 1 else "without accumulation"
-        parts.append(f"micro batches of {batch} {accumulation}")
+        accumulation = f" with {passes} accumulation steps" if passes > 1 else ""
+        parts.append(f"micro batches of {batch}{accumulation}")
     return " and ".join(parts)
 
 
@@ -270,7 +280,11 @@ def bottom_line(answer: Answer) -> str:
     else:
         row = answer.recommended
         way = f" with {difference(advice.chosen.job, row.job)}" if answer.better else ""
-        fits = "fits" if row.fit.status == "fits" else "may run out of memory on"
+        fits = "fits"
+        if row.fit.host_beyond_usual:
+            fits = "may run out of host memory on"
+        elif not row.fit.is_sure:
+            fits = "may run out of memory on"
         verdict = f"{advice.chosen.job.strategy}{way} {fits} {machine}{_why_machine(answer)}"
     return f"{verdict}: {', '.join(_what_it_takes(answer))}."
 
@@ -293,8 +307,7 @@ def _why_machine(answer: Answer) -> str:
     if len(answer.machines) == 1:
         return ""
     counts = ", ".join(str(advice.rows[0].job.world_size) for advice in answer.machines)
-    which = "cheapest" if answer.price else "fewest"
-    return f", the {which} of {counts} GPUs that fits"
+    return f", the cheapest a token of {counts} GPUs"
 
 
 def _what_it_takes(answer: Answer) -> list[str]:
@@ -302,8 +315,9 @@ def _what_it_takes(answer: Answer) -> list[str]:
     spent = answer.cost(row)
     reserved = row.prediction.reserved_bytes
     parts = [
-        f"{_between((reserved.low, reserved.high), in_gigabytes, ' to ')} of {in_gigabytes(row.fit.capacity)} GB",
-        f"{_between(row.speed.step_seconds, duration, ' to ')} per step",
+        f"{in_gigabytes(reserved.low)} of {in_gigabytes(row.fit.capacity)} GB (nvidia-smi up to {_shown(row)})",
+        *_host_memory(answer, row),
+        f"likely {_between(row.speed.likely, duration, ' to ')} per step",
         f"about {_rate(row)} tokens/s",
     ]
     if spent.hours:
@@ -312,6 +326,22 @@ def _what_it_takes(answer: Answer) -> list[str]:
         what, key = _priced(answer)
         parts.append(f"price of {what} {_between(getattr(spent, key), money, ' to ')}")
     return parts
+
+
+def _shown(row: Row) -> str:
+    """What nvidia-smi may show, in GB: the allocator keeps what it once reserved while the card has room."""
+    return in_gigabytes(min(row.prediction.reserved_bytes.high, row.fit.capacity))
+
+
+def _host_memory(answer: Answer, row: Row) -> list[str]:
+    if not row.prediction.host_bytes.most:
+        return []
+    needed = f"{in_gigabytes(row.prediction.host_bytes.most)} GB of host memory"
+    if answer.request.host:
+        return [f"{needed} of {in_gigabytes(answer.request.host)}"]
+    if row.fit.host_beyond_usual:
+        return [f"{needed} where {_usual(row)} are usual"]
+    return [needed]
 
 
 def _priced(answer: Answer) -> tuple[str, str]:
@@ -344,6 +374,8 @@ def short_rows(answer: Answer) -> list[NamedRow]:
     if advice.change:
         way = "LoRA" if advice.change.costliest == "LoRA" else "changed"
         other_ways[way] = answer.recommended
+    else:
+        rows = [row for row in rows if not shares_nothing(row.job) or row is advice.chosen] or rows
     table = [*map(named, rows), *(named(row, f", {way}") for way, row in other_ways.items())]
     if answer.better and answer.better not in answer.lighter.values():
         table.append(NamedRow("as proposed", answer.better))
@@ -357,7 +389,7 @@ def short_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
     host = "Host\nGB"
     if answer.request.host:
         host = f"Host GB\nof {in_gigabytes(answer.request.host)}"
-    memory = [Column(f"GPU memory\nGB of {capacity}", _reserved), Column(host, _host)]
+    memory = [Column(f"GPU memory\nGB of {capacity}", _needed), Column(host, lambda named: _host(named.row))]
     if any(row.limits for row in answer.rows):
         limits = [
             Column("Largest\nmicro batch", lambda named: _limit(named, "micro_batch_size")),
@@ -367,14 +399,18 @@ def short_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
     return named, memory + _time_columns(answer)
 
 
-def _reserved(named: NamedRow) -> str:
-    reserved = named.row.prediction.reserved_bytes
-    return _between((reserved.low, reserved.high), in_gigabytes)
+def _needed(named: NamedRow) -> str:
+    return in_gigabytes(named.row.prediction.reserved_bytes.low)
 
 
-def _host(named: NamedRow) -> str:
-    needed = named.row.prediction.host_bytes
-    return in_gigabytes(max(needed.load, needed.training))
+def _host(row: Row) -> str:
+    """Needed GB; beyond what is usual, with that."""
+    needed = in_gigabytes(row.prediction.host_bytes.most)
+    return f"{needed} > {_usual(row)}" if row.fit.host_beyond_usual else needed
+
+
+def _usual(row: Row) -> str:
+    return in_gigabytes(row.prediction.host_bytes.most - row.fit.host_beyond_usual)
 
 
 def _limit(named: NamedRow, key: str) -> str:
@@ -400,6 +436,33 @@ def _rate(row: Row) -> str:
     return count(float(f"{per_second:.3g}"))
 
 
+def _assumptions(answer: Answer) -> list[str]:
+    """What the recommended row stands on: how it was predicted, how it trains, and what links and disks it has."""
+    row = answer.recommended
+    job = row.job
+    gpu = answer.request.gpu
+    first = row.prediction
+    parts = [
+        SOURCES[first.source],
+        first.precision,
+        f"micro batches of {first.micro_batch_size} x {first.max_length:,} tokens",
+        "activations recomputed" if job.recomputes else "activations kept",
+    ]
+    if job.quantizes:
+        shape = shape_of(job.config, job.settings)
+        kept = 2 * (shape.parameters - shape.trainable - shape.packed)
+        parts.append(f"{size(kept)} of weights in 16 bits")
+    across = bytes_across_machines(job, first)
+    if across:
+        parts.append(f"{gpu.network_gb_s:g} GB/s per GPU between machines")
+        total = paper_volume(first.communication_bytes_per_step)
+        share = "all" if across == total else f"{size(across)} of"
+        parts.append(f"{share} {size(total)} a step go between them")
+    if job.on_nvme:
+        parts.append(f"NVMe of {size(nvme_bytes_per_second(gpu))}/s")
+    return parts
+
+
 def print_answer(answer: Answer, console: Console, verbose: bool = False, is_draft: bool = False) -> None:
     """Print what to run, its command and the table; with `verbose` also parts, phases and notes."""
     console.print(Text(bottom_line(answer), style="bold"))
@@ -409,15 +472,13 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False, is_dra
         console.print(Text(f"\n{command}\n"), soft_wrap=True)
     named_rows = short_rows(answer)
     print_columns(*short_columns(answer), named_rows, console)
-    first = answer.advice.rows[0].prediction
-    batch = f"micro batches of {first.micro_batch_size} x {first.max_length:,} tokens"
-    basis = f"By {SOURCES[first.source]}, {first.precision}, {batch}"
+    basis = f"By {', '.join(_assumptions(answer))}"
     if verbose:
         print_columns(*plan_columns(answer), answer.advice.rows, console)
         lines = [basis, *notes(answer)]
     else:
         quality = how_good(answer.recommended.job, answer.request.gpu)
-        lines = [quality, f"{basis}. More: -v."]
+        lines = [f"{quality} {basis}. More: -v."]
         by_reason = {}
         for note in _of_predictions(row for _, row in named_rows):
             strategy, by, reason = note.partition(BY_FORMULAS)
