@@ -192,7 +192,7 @@ def of_model(name: str) -> dict[str, Any]:
     job = jobs_of(request_of(name, {}))[0]
     shape = shape_of(job.config, job.settings)
     return {
-        "name": known["model"],
+        "name": job.model,
         "parameters": shape.parameters,
         "positions": shape.positions,
         "recipes": recipes_of([known["model"], *known["names"]]),

@@ -171,6 +171,7 @@ def started(folder: Path) -> Iterator[Browser]:
         file_actions=[
             (os.POSIX_SPAWN_DUP2, to_browser, 3),
             (os.POSIX_SPAWN_DUP2, from_browser, 4),
+            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
             (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
         ],
     )

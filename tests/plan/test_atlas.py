@@ -13,9 +13,9 @@ import pytest
 from benchmarks import atlas
 from tests.helpers.browser import Browser, program, started
 from tests.helpers.seeded import grid
-from zero_recipes.tools import main
 from zero_recipes.tools.arguments import parse_arguments
-from zero_recipes.tools.atlas.page import whole_page
+from zero_recipes.tools.atlas.page import FIGURES, whole_page
+from zero_recipes.tools.main import main
 from zero_recipes.tools.plan import show
 from zero_recipes.tools.plan.choose import kind, shares_nothing
 from zero_recipes.tools.plan.command import answer_by, requested
@@ -23,7 +23,7 @@ from zero_recipes.tools.plan.job import USUAL
 from zero_recipes.tools.plan.predict import Predictor
 
 MODELS = ("qwen3-8b", "pythia-12b")
-NOT_SHOWN = "zero2_offload"  # what a test needs another row for
+TEXT = "document.querySelector('main').innerText"
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +128,112 @@ def test_ten_drawn_rows_are_those_of_plan(browser, page):
     for model in MODELS:
         for _ in range(5):
             compare_with_plan(browser, page, drawn_choice(rng, model))
+
+
+@pytest.mark.parametrize("model", [grid(path.stem) for path in sorted(atlas.MODELS.glob("*.json"))])
+def test_the_figures_of_the_package_are_those_of_plan(browser, tmp_path, model):
+    file = tmp_path / "atlas.html"
+    file.write_text(whole_page())
+    compare_with_plan(browser, file, drawn_choice(random.Random(model), model))
+
+
+def test_figures_are_small_enough_to_send():
+    assert FIGURES.stat().st_size <= 3_000_000
+
+
+def test_controls_change_the_answer_and_the_address(browser, page):
+    browser.open(address(page, gpus=8))
+    assert "on 8 x h100-80gb" in browser.text("#answer")
+    browser.run("document.getElementById('gpus').focus()")
+    browser.press("ArrowDown")
+    assert "gpus=16" in browser.run("location.hash")
+    assert "on 16 x h100-80gb" in browser.text("#answer")
+    assert browser.run("document.activeElement.id") == "gpus"  # the next key goes on from here
+    browser.choose("#method", "QLoRA")
+    browser.choose("#price", "0.5")
+    assert "--load_in_4bit true" in browser.text("#plan-command")
+    assert "--price 0.5" in browser.text("#plan-command")
+
+
+def test_a_link_shows_the_same_and_back_what_was_before(browser, page):
+    browser.open(address(page, model="qwen3-8b", gpu="l4-24gb", gpus=4, method="LoRA", sort="memory"))
+    before = browser.text("main")
+    browser.choose("#length", "8192")
+    assert browser.text("main") != before
+    changed = browser.text("main")
+    sent = browser.run("location.href")
+    browser.run("history.back()")
+    assert browser.run(f"new Promise((done) => setTimeout(() => done({TEXT}), 100))") == before
+    browser.open("about:blank")
+    browser.open(sent)
+    assert browser.text("main") == changed
+
+
+def test_rows_are_sorted_and_chosen_by_keyboard(browser, page):
+    browser.open(address(page, gpus=8))
+    browser.choose("#sort", "memory")
+    needed = [float(cells[1].replace(",", "")) for cells in shown_cells(browser).values()]
+    assert needed == sorted(needed)
+    browser.choose("#sort", "price")
+    prices = [float(cells[5].partition(" ")[0]) for cells in shown_cells(browser).values()]
+    assert prices != sorted(prices, reverse=True)
+    assert prices[0] == min(prices)
+    browser.choose("#sort", "strategy")
+    browser.run("document.getElementById('row-zero3').focus()")
+    browser.press("ArrowDown")
+    assert browser.run("document.activeElement.id") == "row-zero2_offload"
+    assert browser.text("#answer").startswith("zero2_offload")
+    assert "--config_file zero2_offload.yaml" in browser.text("#train-command")
+
+
+def test_commands_are_copied_and_plan_takes_them(browser, page):
+    browser.call("Emulation.setFocusEmulationEnabled", enabled=True)
+    browser.call("Browser.setPermission", permission={"name": "clipboard-read"}, setting="granted")
+    browser.open(address(page, gpus=2, method="QLoRA", row="fsdp2", batch=4))
+    browser.click("[data-copies=plan-command]")
+    copied = browser.run("navigator.clipboard.readText()")
+    assert copied == browser.text("#plan-command")
+    assert browser.text("#copied") == f"Copied: {copied}"
+    arguments = parse_arguments(shlex.split(copied)[1:])
+    (job,), _ = requested(arguments, arguments.overrides).jobs()
+    assert (job.strategy, job.world_size, job.quantizes) == ("fsdp2", 2, True)
+    assert job.settings.per_device_train_batch_size == 4
+
+
+def test_what_the_address_has_wrong_is_said(browser, page):
+    browser.open(address(page, model="qwen3-8b", gpu="h900", length=2048, price="many"))
+    assert 'gpu "h900"' in browser.text("#note")
+    assert "h100-80gb" in browser.text("#answer")
+    browser.open(address(page, model="pythia-12b", length=8192))
+    browser.settle()
+    assert "2,048 positions" in browser.text("#note")
+    assert browser.run("document.getElementById('length').value") == "2048"
+
+
+def test_where_nothing_fits_the_page_says_what_does(browser, page):
+    browser.open(address(page, model="pythia-12b", gpu="rtx4090-24gb", gpus=1, length=2048))
+    browser.settle()
+    (best, way_out) = browser.text("#answer").split("\n\n")
+    answer = answer_of({"model": "pythia-12b", "gpu": "rtx4090-24gb", "gpus": 1, "length": 2048, "method": "full", "price": 1}, USUAL)
+    assert best.startswith("Nothing fits") == (answer.advice.chosen is None)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_window_needs_no_scrolling_to_the_side(browser, page, scheme):
+    browser.show_as(400, scheme)
+    browser.open(address(page, gpus=64, compare="gpu"))
+    browser.settle()
+    assert browser.run("Math.max(...[...document.querySelectorAll('*')].map((e) => e.getBoundingClientRect().right))") <= 400
+    browser.show_as(1280)
+
+
+def test_the_subcommand_writes_the_page_and_opens_it(monkeypatch, tmp_path, capsys):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    file = tmp_path / "new" / "atlas.html"
+    assert main(["atlas", "--output", str(file), "--no_browser"]) == 0
+    assert opened == []
+    assert capsys.readouterr().out.strip() == str(file)
+    assert json.loads(FIGURES.read_text())["date"] in file.read_text()
+    assert main(["atlas", "--output", str(file)]) == 0
+    assert opened == [file.as_uri()]

@@ -224,9 +224,13 @@ const addressOf = (choice) => `#${new URLSearchParams(choice)}`;
 
 const at = (id) => document.getElementById(id);
 
+// A narrow window shows the parts of a table below each other: by these roles they stay a table.
+const ROLES = { tr: "row", td: "cell", th: "rowheader" };
+
 // An element with attributes and children; text is never read as HTML.
 function made(tag, attributes, ...children) {
   const element = document.createElement(tag);
+  if (tag in ROLES) element.setAttribute("role", ROLES[tag]);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   element.append(...children);
   return element;
@@ -270,7 +274,7 @@ function memoryOf(row) {
   const bar = made("div", { class: "bar", "aria-hidden": "true" },
     made("i", { class: row.status, style: `width:${width}%` }),
     made("b", { style: `left:${(100 * row.capacity) / whole}%` }));
-  return [`${gigabytes(row.needed)} of ${gigabytes(row.capacity)}`, bar];
+  return [`${gigabytes(row.needed)} of ${gigabytes(row.capacity)} GB`, bar];
 }
 
 const cell = (head, ...children) => made("td", { class: "number", "data-head": head }, ...children);
@@ -372,6 +376,12 @@ function wayOut(choice) {
   return ways.length ? `What does: ${ways.join("; ")}.` : "Neither more GPUs nor another method of the atlas does. Try another card.";
 }
 
+// Lines end between words alone: "--" would be taken for a place to break.
+function showCommand(id, command) {
+  const words = command.split(" ").map((word) => made("span", {}, word));
+  at(id).replaceChildren(...words.flatMap((word) => [word, " "]).slice(0, -1));
+}
+
 function show() {
   const focused = document.activeElement && document.activeElement.id;
   const { choice, notes } = choiceOf(location.hash);
@@ -384,8 +394,8 @@ function show() {
   at("answer").className = chosen ? chosen.status : "no";
   at("answer").replaceChildren(made("p", {}, verdict), made("p", {}, takes));
   at("note").textContent = notes.join(" ");
-  at("plan-command").textContent = planCommand(choice, chosen);
-  at("train-command").textContent = chosen ? trainCommand(choice, chosen) : "";
+  showCommand("plan-command", planCommand(choice, chosen));
+  showCommand("train-command", chosen ? trainCommand(choice, chosen) : "");
   const shipped = figures.models[choice.model].recipes[choice.method];
   at("recipe").textContent = `RECIPE.yaml is your recipe${shipped ? `; a shipped one for this model is ${shipped}` : ""}.`;
   at("copied").textContent = "";
