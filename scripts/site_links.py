@@ -2,8 +2,9 @@
 
 Pages link to files beside docs/ as on GitHub (`../recipes/pythia.yaml`). Such a file is copied to files/ of the site,
 and the link points there. The notebook becomes a page with its outputs, the atlas gets its script and figures, and each
-code gets its cause and fix. After the build every href and src is followed: it must end at a file of the site and its #part at an id there, and no page may
-load anything from elsewhere. What is wrong is a warning, an error with --strict (--quiet makes mkdocs count none).
+code gets its cause and fix. After the build every href and src is followed: it must end at a file of the site and its
+#part at an id there, and no page may load anything from elsewhere. What is wrong is a warning, an error with --strict
+(--quiet makes mkdocs count none).
 """
 
 import html

@@ -80,9 +80,7 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """Run JavaScript in the page, and return its value, or that of its promise."""
-        done = self.call(
-            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True
-        )
+        done = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
@@ -100,8 +98,12 @@ class Browser:
 
     def click(self, selector: str) -> None:
         """Click an element, as a mouse does."""
-        place = f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
-        place += " const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
+        place = """(() => {
+            const element = document.querySelector(SELECTOR);
+            element.scrollIntoView({block: "center"});
+            const around = element.getBoundingClientRect();
+            return [around.x + around.width / 2, around.y + around.height / 2];
+        })()""".replace("SELECTOR", json.dumps(selector))
         x, y = self.run(place)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)

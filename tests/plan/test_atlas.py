@@ -211,11 +211,15 @@ def test_what_the_address_has_wrong_is_said(browser, page):
 
 
 def test_where_nothing_fits_the_page_says_what_does(browser, page):
-    browser.open(address(page, model="pythia-12b", gpu="rtx4090-24gb", gpus=1, length=2048))
-    browser.settle()
-    (best, way_out) = browser.text("#answer").split("\n\n")
-    answer = answer_of({"model": "pythia-12b", "gpu": "rtx4090-24gb", "gpus": 1, "length": 2048, "method": "full", "price": 1}, USUAL)
-    assert best.startswith("Nothing fits") == (answer.advice.chosen is None)
+    choice = {"model": "qwen3-8b", "gpu": "rtx3090-24gb", "gpus": 1, "length": 16_384, "method": "full", "price": 1}
+    assert answer_of(choice, USUAL, "--per_device_train_batch_size", "4").advice.chosen is None
+    browser.open(address(page, **choice, batch=4))
+    assert browser.text("#answer").startswith("Nothing fits qwen3-8b on 1 x rtx3090-24gb.")
+    assert "Try another card" in browser.text("#answer")
+    browser.open(address(page, **choice | {"gpu": "h100-80gb", "length": 512}, batch=64, compare="method"))
+    assert "fits qwen3-8b on 1 x h100-80gb" in browser.text("#answer")
+    methods = "[...document.querySelectorAll('#others tbody tr')].map((row) => row.dataset.value)"
+    assert browser.run(methods) == list(atlas.METHODS)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -223,7 +227,8 @@ def test_a_narrow_window_needs_no_scrolling_to_the_side(browser, page, scheme):
     browser.show_as(400, scheme)
     browser.open(address(page, gpus=64, compare="gpu"))
     browser.settle()
-    assert browser.run("Math.max(...[...document.querySelectorAll('*')].map((e) => e.getBoundingClientRect().right))") <= 400
+    rights = "[...document.querySelectorAll('body *')].map((part) => part.getBoundingClientRect().right)"
+    assert browser.run(f"Math.max(...{rights})") <= 400
     browser.show_as(1280)
 
 
