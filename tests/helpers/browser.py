@@ -73,10 +73,11 @@ class Browser:
             self.events.append(self._read())
 
     def open(self, url: str) -> None:
-        """Open an address, and wait until it is loaded. Another part of the same page is shown at once."""
+        """Open an address, and wait until it is shown: at once, where only what is behind # differs."""
         self.events = [message for message in self.events if message.get("method") != "Page.loadEventFired"]
         if "loaderId" in self.call("Page.navigate", url=url):
             self.wait_for("Page.loadEventFired")
+        self.settle()
 
     def run(self, script: str) -> Any:
         """Run JavaScript in the page, and return its value, or that of its promise."""
@@ -86,7 +87,13 @@ class Browser:
 
     def settle(self) -> None:
         """Let the page do what it has been asked: the change of an address is announced later."""
-        self.run("new Promise((done) => setTimeout(done, 0))")
+        self.run("new Promise((done) => setTimeout(() => setTimeout(done)))")
+
+    def permit(self, name: str) -> None:
+        """Grant a permission, e.g. clipboard-read, to all pages of the browser."""
+        tab, self.session = self.session, None
+        self.call("Browser.setPermission", permission={"name": name}, setting="granted")
+        self.session = tab
 
     def press(self, key: str) -> None:
         """Press a key and let it go."""
