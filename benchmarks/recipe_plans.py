@@ -1,11 +1,14 @@
-"""The planned memory of each shipped recipe on the GPUs that it is for: python -m benchmarks.recipe_plans
+"""The planned memory of each shipped recipe on the GPUs that it is for: python -m benchmarks.recipe_plans [RECIPE ...]
 
 Writes results/recipe_plans.json, and the ranges in the recipes' headers. docs/recipes.md is made from the former
-(scripts/reference.py). Needs no GPU, and 40 minutes of processor time.
+(scripts/reference.py). Needs no GPU, and an hour of processor time for all recipes. The plans of recipes that are not
+named stay as they are.
 """
 
+import json
 import os
 import re
+import sys
 from pathlib import Path
 
 from zero_recipes.core.files import write_json
@@ -24,15 +27,24 @@ SECONDS = 3600.0  # for all simulations
 MACHINES = {
     "gemma-3-1b-lora": [(1, "rtx4090-24gb", "single")],
     "gemma-3-4b-lora": [(1, "rtx4090-24gb", "single")],
+    "gemma-4-12b-lora": [(1, "l40s-48gb", "single")],
+    "gemma-4-e4b-lora": [(1, "l40s-48gb", "single")],
+    "glm-4.7-flash-lora": [(1, "h200-141gb", "single")],
     "gpt-oss-20b-lora": [(1, "h100-80gb", "single"), (1, "h200-141gb", "single")],
+    "granite-4.0-h-micro": [(1, "h100-80gb", "single")],
+    "granite-4.0-h-small-lora": [(1, "h200-141gb", "single")],
+    "lfm2.5-1.2b": [(1, "a100-40gb", "single")],
     "llama-3.1-8b": [(4, "h100-80gb", "zero2"), (4, "h100-80gb", "zero3")],
     "llama-3.1-8b-lora": [(1, "a100-40gb", "single"), (2, "rtx4090-24gb", "zero3")],
     "llama-3.1-8b-qlora": [(1, "rtx4090-24gb", "single")],
     "llama-3.2-1b": [(1, "a100-40gb", "single")],
     "llama-3.2-3b-lora": [(1, "rtx4090-24gb", "single")],
+    "ministral-3-8b-lora": [(1, "a100-40gb", "single")],
     "mistral-7b-qlora": [(1, "rtx4090-24gb", "single")],
     "mistral-small-24b-lora": [(1, "h100-80gb", "single")],
+    "nemotron-3-nano-lora": [(1, "h200-141gb", "single")],
     "olmo-2-7b": [(4, "h100-80gb", "zero2"), (4, "h100-80gb", "zero3")],
+    "olmo-3-7b": [(4, "h100-80gb", "zero2"), (4, "h100-80gb", "zero3")],
     "phi-4-lora": [(1, "l40s-48gb", "single")],
     "pythia": [(2, "h200-141gb", "zero2"), (2, "h100-80gb", "zero3")],
     "pythia-12b": [(1, "rtx4090-24gb", "zero3_infinity"), (2, "rtx4090-24gb", "zero3_offload")],
@@ -47,6 +59,12 @@ MACHINES = {
     "pythia-zero2": [(2, "h200-141gb", None)],
     "pythia-zero3": [(2, "h100-80gb", None)],
     "qwen-long": [(2, "h100-80gb", "zero3")],
+    "qwen3.5-4b": [(2, "h100-80gb", "zero2"), (4, "a100-40gb", "zero3")],
+    "qwen3.5-4b-lora": [(1, "rtx4090-24gb", "single")],
+    "qwen3.5-9b": [(4, "h100-80gb", "zero2"), (4, "h100-80gb", "zero3")],
+    "qwen3.5-9b-lora": [(1, "a100-40gb", "single")],
+    "qwen3.6-27b-lora": [(1, "h100-80gb", "single")],
+    "qwen3.6-35b-a3b-lora": [(1, "h200-141gb", "single")],
     "qwen3-0.6b": [(1, "rtx4090-24gb", "single")],
     "qwen3-4b": [(2, "h100-80gb", "zero2"), (4, "a100-40gb", "zero3")],
     "qwen3-4b-code-lora": [(1, "rtx4090-24gb", "single")],
@@ -104,22 +122,25 @@ def with_ranges(header: str, rows: list[dict]) -> str:
     return IN_A_HEADER.sub(renewed, header)
 
 
-def main() -> None:
+def main(recipes: list[str]) -> None:
+    """Plan the named recipes; all of them without names."""
     quieten()
     os.chdir(ROOT)
     predict = Predictor(seconds=SECONDS)
     jobs = []  # (recipe, gpu, job)
-    for recipe, machines in MACHINES.items():
-        jobs += [(recipe, gpu, job_of(recipe, count, gpu, strategy)) for count, gpu, strategy in machines]
+    for recipe in recipes or MACHINES:
+        jobs += [(recipe, gpu, job_of(recipe, count, gpu, strategy)) for count, gpu, strategy in MACHINES[recipe]]
     predict.prepare([job for _, _, job in jobs], lambda job, left: print(f"{job.model} {job.strategy}, {left} left"))
     plans: dict[str, list[dict]] = {}
     for recipe, gpu, job in jobs:
         plans.setdefault(recipe, []).append(row_of(job, gpu, predict(job)))
-    write_json(RESULTS, {"hardware": hardware_facts("cpu"), "versions": library_versions(), "plans": plans})
+    others = json.loads(RESULTS.read_text())["plans"] if recipes else {}
+    in_order = dict(sorted((others | plans).items()))
+    write_json(RESULTS, {"hardware": hardware_facts("cpu"), "versions": library_versions(), "plans": in_order})
     for recipe, rows in plans.items():
         path = ROOT / "recipes" / f"{recipe}.yaml"
         path.write_text(with_ranges(path.read_text(), rows))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,9 +1,10 @@
 """Write what the reference pages take from the code: python scripts/reference.py
 
-docs/codes.md from core/findings.yaml; docs/library_faults.md from the docstrings in engine/faults and engine/speed; the
-table of docs/metrics.md and docs/metrics.schema.json from the models of metrics.json; the table of docs/recipe.md and
-recipes/schema.json from the dataclasses that parse a recipe; the tables of docs/recipes.md from the recipes, and
-recipe_plans.json, gpu_h200.json and rehearsals.json in benchmarks/results.
+docs/codes.md from core/findings.yaml; docs/library_faults.md from the docstrings in engine/faults and engine/speed;
+docs/models.md from the board of benchmarks/families.py; the table of docs/metrics.md and docs/metrics.schema.json from
+the models of metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a
+recipe; the tables of docs/recipes.md from the recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json in
+benchmarks/results.
 Exits 1 where a file changed.
 """
 
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.recipe_plans import in_words  # noqa: E402
 from scripts.library_faults import Fault, read_faults  # noqa: E402
+from scripts.models_page import models_page  # noqa: E402
 from zero_recipes.config import keys  # noqa: E402
 from zero_recipes.config.keys import UNTYPED, accepted_types  # noqa: E402
 from zero_recipes.config.recipe_arguments import RecipeArguments  # noqa: E402
@@ -81,6 +83,7 @@ def main() -> int:
     files = {
         DOCS / "codes.md": codes(),
         DOCS / "library_faults.md": library_faults(),
+        DOCS / "models.md": models_page(),
         DOCS / "metrics.md": with_table((DOCS / "metrics.md").read_text(), list(metrics_rows(Metrics))),
         DOCS / "metrics.schema.json": metrics_schema(),
         DOCS / "recipe.md": with_table((DOCS / "recipe.md").read_text(), list(key_rows())),

@@ -16,7 +16,7 @@ from zero_recipes.checks.deepspeed_objects import _handed_over, resolved_ds_conf
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes
 from zero_recipes.tools.plan.job import known_models
-from zero_recipes.tools.rehearse.small import cut_layers
+from zero_recipes.tools.rehearse.small import with_fewer_layers
 from zero_recipes.tools.verify import verify
 
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
@@ -100,9 +100,14 @@ RECIPES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT 
 NAMES = [name for name, recipe in RECIPES.items() if recipe.get("assistant_only_loss")]
 
 
+# architectures that only the grid trains by a recipe: each run takes Qwen3.5 and Gemma 4 E4B of those of 2026
+IN_THE_GRID = {"gemma4_unified", "glm4_moe_lite", "granitemoehybrid", "lfm2", "mistral3", "nemotron_h", "olmo3"}
+IN_THE_GRID |= {"qwen3_5_moe"}
+
+
 def recipes_of_conversations() -> list:
     """In every run the first of each architecture, and the first LoRA in 4 bit; the others in the grid."""
-    found, kinds = [], set()
+    found, kinds = [], set(IN_THE_GRID)
     for name in NAMES:
         recipe = RECIPES[name]
         kind = known_models()[recipe["model_name_or_path"]]["config"]["model_type"]
@@ -116,7 +121,26 @@ def recipes_of_conversations() -> list:
 SMALL = {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_local_experts": 4}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
 SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-SMALL_TOWER |= {"image_size": 56, "patch_size": 14}
+SMALL_TOWER |= {"image_size": 56, "patch_size": 14, "num_key_value_heads": 2, "head_dim": 16}
+SMALL_TOWER |= {"mm_embed_dim": 64, "mm_posemb_size": 16, "output_proj_dims": 64}
+SMALL_EAR = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32}
+# of some architectures, whose other parts have sizes of their own
+DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OWN_SIZES = {
+    "gemma4": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 1031, "num_kv_shared_layers": 0},
+    "glm4_moe_lite": FEW_EXPERTS
+    | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16}
+    | {"num_key_value_heads": 4},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "shared_intermediate_size": 64}
+    | {"num_experts_per_tok": 2},
+    "nemotron_h": FEW_EXPERTS
+    | {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2}
+    | {"moe_shared_expert_intermediate_size": 32},
+    "qwen3_5": DELTA,
+    "qwen3_5_moe": DELTA | FEW_EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+}
 QUICK = {"max_steps": 2, "max_length": 128, "global_batch_size": 2, "eval_strategy": "no", "save_strategy": "no"}
 QUICK |= {"sample_max_new_tokens": 2, "warmup_steps": 0}
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
@@ -134,15 +158,23 @@ def rows(tmp_path_factory) -> Path:
 
 def small_config(name: str) -> PretrainedConfig:
     """Of a model in the package, with two layers."""
-    config = AutoConfig.for_model(**known_models()[name]["config"])
+    config = with_fewer_layers(AutoConfig.for_model(**known_models()[name]["config"]), 2).config
     text = config.get_text_config()
-    cut_layers(text, 2)
-    for key, value in SMALL.items():
+    sizes = SMALL | OWN_SIZES.get(config.model_type, {})
+    if getattr(text, "num_local_experts", None) == 0:  # Granite 4.0-H-Micro: dense, of a class that takes experts
+        sizes |= {"num_local_experts": 0, "num_experts_per_tok": 0}
+    for key, value in sizes.items():
         setattr(text, key, value)
+    if text.is_heterogeneous:
+        wide = [number for number, kind in enumerate(text.layer_types) if kind == "full_attention"]
+        text.per_layer_config = {number: {"head_dim": 32} for number in wide}
     if text is not config:
         config.mm_tokens_per_image = 4
         for key, value in SMALL_TOWER.items():
             setattr(config.vision_config, key, value)
+        for key, value in SMALL_EAR.items():
+            if hasattr(config, "audio_config"):
+                setattr(config.audio_config, key, value)
     return config
 
 

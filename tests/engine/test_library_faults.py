@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.test_ds_configs import small_config
 from tests.helpers import cases, fault_cases, step_cases
 from tests.helpers.group import CaseFailed
 from tests.helpers.seeded import grid
@@ -31,6 +32,30 @@ def test_generation_at_stage_3_needs_its_trace_forgotten(two, tmp_path):
     argv = arguments(recipe, "zero3", tmp_path / "out")
     with pytest.raises(CaseFailed, match=r"in flight|size of tensor a \(0\)"):  # by what is prefetched when
         two.run(cases.train, argv=argv, left_out="zero_recipes.training.answers.forget_trace_of_generation")
+
+
+# DeepSpeed 0.19.8, runtime/engine.py: weights that a model reads outside of their modules while it generates
+
+
+def gemma_4(folder):
+    """A recipe with an adapter on a small Gemma 4, whose model reads a row of the embedding."""
+    adapter = {"use_peft": True, "lora_target_modules": [r".*language_model.*\.q_proj"]}
+    recipe = write_recipe(folder, **adapter, sample_prompts=2, max_steps=1)
+    small_config("google/gemma-4-E4B-it").save_pretrained(folder / "model")
+    return [*arguments(recipe, "zero3", folder / "out"), "--sample_max_new_tokens", "2"]
+
+
+@pytest.mark.grid
+def test_gemma_4_answers_at_stage_3(two, tmp_path):
+    assert two.run(cases.train, argv=gemma_4(tmp_path))[0]["metrics"]["status"] == "ok"
+    assert (tmp_path / "out" / "samples.jsonl").read_text().count("\n") >= 2
+
+
+@pytest.mark.private
+def test_generation_of_gemma_4_at_stage_3_finds_no_embedding(two, tmp_path):
+    """Fails when it does: then remove faults/weights_read_in_generation.py."""
+    with pytest.raises(CaseFailed, match="too many indices"):
+        two.run(cases.train, argv=gemma_4(tmp_path), left_out="zero_recipes.training.answers.gather_where_read")
 
 
 # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: releases of the trace of generation

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import cases, ending_cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import arguments, settings_with, write_recipe
 from tests.helpers.tools import contents, refusal_of
-from zero_recipes.model import build, load
+from zero_recipes.model import load
 
 NAME, QUERY = "model.safetensors", "gpt_neox.layers.1.attention.query_key_value.weight"
 RENAMED = QUERY.replace("query_key_value", "qkv")
@@ -62,14 +62,14 @@ def test_other_tensors_are_refused_by_name_unless_the_recipe_allows_them(two, re
 
 def test_another_attention_than_the_requested_one_is_refused(recipe, monkeypatch):
     """By the model, once it is built."""
-    built = build.AutoModelForCausalLM.from_config
+    built = AutoModelForCausalLM.from_config
 
     def from_config(*arguments, **keywords):
         model = built(*arguments, **keywords)
         model.config._attn_implementation = "another"
         return model
 
-    monkeypatch.setattr(build.AutoModelForCausalLM, "from_config", from_config)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", from_config)
     settings = settings_with(random_weights=True, attn_implementation="eager", dtype="float32")
     refusal = refusal_of(load.load_model, AutoConfig.from_pretrained(recipe.parent / "model"), settings)
     assert refusal.codes == ["ZR406"] and "eager was requested" in refusal.findings[0].what
@@ -84,3 +84,17 @@ def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
     assert two.run(cases.splits_tokenised, argv=argv, cache=cache) == [0, 0]
     assert two.run(cases.splits_tokenised, argv=[*argv, "--max_length", "99"], cache=cache) == [2, 0]
     assert (tmp_path / "out.previous" / "metrics.json").is_file(), "an overwritten run is kept"
+
+
+def test_the_row_of_the_padding_token_is_trained_as_it_was_loaded_at_stage_3(two, tmp_path):
+    """Youtu's class writes zeros over it, and at stage 3 raised: it has no rows there."""
+    recipe = write_recipe(tmp_path, random_weights=False, max_steps=1, bf16=False, learning_rate=0.0, save_model=True)
+    sizes = {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "kv_lora_rank": 32}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "pad_token_id": 1}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["youtu"](**sizes, bos_token_id=0, eos_token_id=0))
+    torch.nn.init.normal_(model.get_input_embeddings().weight)
+    model.save_pretrained(tmp_path / "model")
+    two.run(cases.train, argv=arguments(recipe, "zero3", tmp_path / "out"))
+    name = "model.embed_tokens.weight"
+    saved = load_file(tmp_path / "out" / NAME)[name]
+    torch.testing.assert_close(saved[1], load_file(tmp_path / "model" / NAME)[name][1])

@@ -7,18 +7,35 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests.helpers import flash_stand_in, step_cases
 from tests.helpers.seeded import grid
 from tests.helpers.tiny import write_recipe, write_rows
 from tests.helpers.tools import before
-from zero_recipes.checks.rules import packing_kinds, told_where_rows_begin
 from zero_recipes.engine import attention
+from zero_recipes.engine.linear_attention import computed_in_torch, kernels_of
+from zero_recipes.model.packed import find_out
+from zero_recipes.tools.plan.job import known_models
 
-KINDS = packing_kinds()
 FLASH = "kernels-community/flash-attn2"
+# whose packed rows stay apart; of these two sdpa is not told where rows begin (cu_seq_lens_q)
+APART = ["gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo"]
+APART += ["olmo2", "phi", "phi3", "qwen2", "qwen3", "apertus", "arcee", "codegen", "cohere"]
+APART += ["cohere2", "ernie4_5", "exaone4", "gemma4_text", "glm", "glm4", "gpt_bigcode", "gptj", "granite"]
+APART += ["granitemoe", "helium", "hunyuan_v1_dense", "jetmoe", "lfm2", "minimax_m2", "ministral3", "nemotron", "olmo3"]
+APART += ["olmoe", "persimmon", "phimoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "stablelm"]
+TOLD = {*APART} - {"nemotron", "stablelm"}
+# they do not pass position_ids to create_causal_mask (masking_utils.py)
+WITHOUT_POSITIONS = ["afmoe", "biogpt", "bloom", "falcon", "gpt_oss", "mpt", "opt", "xglm"]
+# of these flash attention takes the boundaries from TRL's batch (cu_seq_lens), not from the mask
+APART_IN_FLASH = ["afmoe", "biogpt", "gpt_oss", "opt"]
+RECURRENT = ["falcon_mamba", "mamba", "minimax", "recurrent_gemma", "rwkv", "xlstm"]
+# their packages keep packed rows apart, and without them transformers refuses a pack
+CONVOLVING = ["bailing_hybrid", "kimi_linear", "nemotron_h", "qwen3_5_text", "qwen3_next", "zamba2", "qwen3_5_moe_text"]
+CONVOLVING += ["olmo_hybrid", "falcon_h1"]
 
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 1}
@@ -92,12 +109,9 @@ def attention_of(kind: str) -> str:
 USUAL = ("gpt_neox", "llama", "gemma3_text", "qwen3_moe", "lfm2", "gpt2")
 
 
-@pytest.mark.parametrize("kind", [kind if kind in USUAL else grid(kind) for kind in KINDS["apart"]])
+@pytest.mark.parametrize("kind", [kind if kind in USUAL else grid(kind) for kind in APART])
 def test_a_packed_row_changes_no_loss_and_no_gradient_of_the_next(kind):
     assert seen_of_the_row_before(tiny_model(kind, attention_of(kind))) < 1e-4
-
-
-TOLD = told_where_rows_begin()
 
 
 @contextlib.contextmanager
@@ -115,7 +129,7 @@ def by_row(kernel=None):
         attention.attend_by_row(False)
 
 
-@pytest.mark.parametrize("kind", [kind if kind in USUAL else grid(kind) for kind in KINDS["apart"]])
+@pytest.mark.parametrize("kind", [kind if kind in USUAL else grid(kind) for kind in APART])
 def test_on_a_cpu_each_row_of_a_pack_attends_by_itself(kind):
     model, rows = tiny_model(kind, attention_of(kind)), [[5, 6, 7, 8, 9], [10], [11, 12]]
     supervised = [True, False, True]
@@ -167,24 +181,75 @@ def test_flash_attention_is_given_the_boundaries(kind, monkeypatch):
     model = tiny_model(kind, FLASH)
     assert "flash-attn" in model.config._attn_implementation  # gpt_oss takes another of them
     assert seen_of_the_row_before(model) < 1e-4
-    if kind in KINDS["apart"]:
+    if kind in APART:
         rows = [[5, 6, 7, 8, 9], [10, 11, 12]]
         plain, found = (gradients(each, rows, [True, True]) for each in (tiny_model(kind, attention_of(kind)), model))
         assert found[0] == pytest.approx(plain[0], rel=1e-5)
 
 
-LEAKING = [*KINDS["convolving"], *KINDS["without_positions"], *KINDS["recurrent"]]
+LEAKING = [*CONVOLVING, *WITHOUT_POSITIONS, *RECURRENT]
 
 
 @pytest.mark.parametrize("kind", [kind if kind in ("qwen3_next", "bloom", "mamba") else grid(kind) for kind in LEAKING])
 def test_rows_are_not_kept_apart_where_packing_is_refused(kind):
     """By a convolution that needs a package for it, or because the architecture drops the positions."""
     model = tiny_model(kind, "eager")
-    if kind in KINDS["convolving"]:
+    if kind in CONVOLVING:
         with pytest.raises(ValueError, match="can't keep packed sequences apart"):
             seen_of_the_row_before(model)
     else:
-        assert seen_of_the_row_before(model) > 0.1, f"{kind} no longer leaks: take it off packing.yaml"
+        assert seen_of_the_row_before(model) > 0.1, f"{kind} no longer leaks"
+
+
+# what a default leaves out that every config.json has
+NEEDED = {"nemotron": {"num_key_value_heads": 8}, "hunyuan_v1_dense": {"head_dim": 128}}
+QUICK = ("llama", "gpt2", "stablelm", "bloom", "opt", "mamba", "qwen3_next")
+
+
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else grid(kind) for kind in APART + LEAKING])
+def test_a_small_model_of_the_class_shows_whether_packed_rows_stay_apart(kind):
+    config = CONFIG_MAPPING[kind](**NEEDED.get(kind, {}))
+    found = find_out(config)
+    assert found.are_apart == (kind in APART or kind in CONVOLVING)
+    assert bool(found.missing) == (kind in CONVOLVING)
+    assert {*found.missing} <= {*found.slow}
+    if attention_of(kind) == "sdpa":
+        assert bool(found.told) == (kind in TOLD or kind in CONVOLVING)
+
+
+def test_flash_attention_keeps_rows_apart_that_a_mask_does_not():
+    assert find_out(CONFIG_MAPPING["opt"]()).are_apart is False
+    assert find_out(CONFIG_MAPPING["opt"](), in_flash=True).are_apart
+    assert find_out(CONFIG_MAPPING["bloom"](), in_flash=True).are_apart is False  # it has none
+
+
+def test_chunks_shorter_than_a_pack_keep_their_mask():
+    """Llama 4's layers attend within chunks, which sdpa row by row would take for sliding windows."""
+    config = CONFIG_MAPPING["llama4_text"](attention_chunk_size=8192)
+    within, across = find_out(config, longest=8192), find_out(config, longest=8193)
+    assert within.are_apart and within.told
+    assert across.are_apart and not across.told
+
+
+def test_a_class_that_raises_is_not_known():
+    assert find_out(CONFIG_MAPPING["dbrx"]()).are_apart is None
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def test_the_small_model_says_of_every_type_what_its_gradients_say(kind):
+    """Of all types of causal models. Another small model, from other sizes, is the witness."""
+    found = find_out(CONFIG_MAPPING[kind](**NEEDED.get(kind, {}))) if kind in CONFIG_MAPPING else None
+    if found is None or found.are_apart is None:
+        pytest.skip("no small model can be made of the type's defaults")
+    try:
+        model = tiny_model(kind, attention_of(kind))
+        with computed_in_torch(kernels_of(model), 16):
+            changes = seen_of_the_row_before(model)
+    except Exception as error:  # its sizes do not fit each other, or packages are missing
+        assert found.missing or "packed sequences" not in str(error)
+        pytest.skip(f"no witness: {error}")
+    assert found.are_apart == (changes < 1e-3), changes
 
 
 def one_step(folder, **keys):
@@ -239,3 +304,16 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(two, tmp_path
             break
     assert_same(packed, padded)
     assert packed[0]["tokens"]["all"] < 0.8 * padded[0]["tokens"]["all"]
+
+
+def composites() -> list:
+    """Known models with a text model of their own inside; each run of the tests takes Qwen3.5-4B."""
+    names = {entry["model"] for entry in known_models().values() if "text_config" in entry["config"]}
+    return [name if name == "Qwen/Qwen3.5-4B" else grid(name) for name in sorted(names)]
+
+
+@pytest.mark.parametrize("name", composites())
+def test_a_small_model_is_made_of_a_composite_one_whose_towers_are_large(name):
+    found = find_out(AutoConfig.for_model(**known_models()[name]["config"]))
+    assert found.are_apart
+    assert bool(found.missing) == name.startswith("Qwen/Qwen3.")

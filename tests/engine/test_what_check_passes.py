@@ -147,6 +147,7 @@ KEYS = {
     "pad_to_multiple_of": of(8),
     "padding_free": of(True),
     "per_device_train_batch_size": of(1),
+    "thinking": of("keep", "last", "drop"),
     "sample_prompts": of(1, ["Say red."]),
     "shuffle_dataset": of(True),
     "train_sampling_strategy": of("group_by_length", "sequential"),

@@ -41,8 +41,9 @@ class Group:
     They start with the first case, and anew with the next one after a rank has ended or hung.
     """
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, hang_seconds: float = HANG_SECONDS):
         self.world_size = world_size
+        self.hang_seconds = hang_seconds
         self.folder = Path(tempfile.mkdtemp(prefix=f"group{world_size}-"))
         self.processes: list = []
         self.cases = 0
@@ -78,7 +79,7 @@ class Group:
         number = 0
         while number < self.cases:  # an earlier case that failed on a lower rank: nobody has read this rank's answer
             try:
-                answer = self.ranks[rank].recv() if self.ranks[rank].poll(HANG_SECONDS) else None
+                answer = self.ranks[rank].recv() if self.ranks[rank].poll(self.hang_seconds) else None
                 state = "hangs"
             except (EOFError, ConnectionResetError):
                 answer, state = None, "has ended"

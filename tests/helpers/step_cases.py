@@ -36,7 +36,8 @@ def train_scored(argv: list[str]) -> dict:
     class Counting:
         @staticmethod
         def apply(hidden, *arguments):
-            scored.append(len(hidden))
+            if positions:  # of the run, not of the look at a small model before it
+                scored.append(len(hidden))
             return function.apply(hidden, *arguments)
 
     def count(self, model, inputs, *_) -> None:

@@ -506,9 +506,9 @@ def test_a_small_model_is_of_the_same_kind(name):
         large = known_models()[name]["config"]
     kind = large["model_type"]
     whole = AutoConfig.for_model(**large)
-    cut = AutoConfig.for_model(**large)
-    assert small.cut_layers(cut, 2) == [f"2 of {whole.num_hidden_layers} layers"]
-    assert small.cut_width(cut, shares=4)
+    few = small.with_fewer_layers(whole, 2)
+    assert few.cuts == [f"2 of {whole.num_hidden_layers} layers"]
+    cut = next(small.narrower_configs(few, shares=4)).config
     assert cut.num_hidden_layers == 2 and cut.hidden_size < whole.hidden_size / 4
     assert cut.num_attention_heads * whole.num_key_value_heads == whole.num_attention_heads * cut.num_key_value_heads
     assert cut.num_key_value_heads == min(4, whole.num_key_value_heads)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FalconConfig
 
 from tests.helpers import plan_cases, tiny
+from tests.helpers.mixtures import MODELS
 from tests.helpers.tiny import ROOT, llama_config, write_model
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.read import parse_recipe
@@ -213,3 +214,16 @@ def test_layers_that_bend_the_line_are_no_answer():
     assert extrapolated(answers, 80)["peaks"]["forward"] == 120 + 77 * 20
     assert "not linear" in extrapolated([answers[0], *answers[:2]], 80)["error"]
     assert extrapolated([*answers[:2], {"error": "no memory"}], 80) == {"error": "no memory"}
+
+
+@pytest.mark.grid
+def test_lora_on_experts_is_simulated_at_stage_3(tmp_path):
+    """PEFT gives an adapter of a parameter the parameter's dtype, and others fp32: DeepSpeed takes one alone."""
+    model = tmp_path / "model"
+    keys = LORA | {"lora_dropout": 0.0, "lora_r": 4, "dtype": "bfloat16", "model_name_or_path": str(model)}
+    path = tiny.write_recipe(tmp_path, **keys)
+    MODELS["glm4_moe_lite"].save_pretrained(model)
+    (found,) = simulation.simulate([job_of(path, model, "zero3")])
+    attention = 2 * 4 * (32 + 16 + 16 + 64 + 32 + 24 + 16 + 64 + 32 + 32)
+    experts = 4 * 8 * (32 + 32) + 4 * 4 * (16 + 32)  # gate_up_proj has twice the rank
+    assert found.trainable_parameters == attention + experts + 4 * (32 + 4)

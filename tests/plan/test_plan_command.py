@@ -310,6 +310,14 @@ def test_all_strategies_are_planned_or_named_with_the_reason(capsys, options, st
     assert all(part in not_planned[name] for name, part in reasons.items())
 
 
+@pytest.mark.parametrize(("name", "ways"), [("qwen3-4b", {"LoRA", "QLoRA"}), ("qwen3-30b-a3b", {"LoRA"})])
+def test_four_bits_are_not_shown_where_they_would_be_refused(capsys, name, ways):
+    """bitsandbytes packs no experts: `check` refuses it (ZR481)."""
+    argv = ["plan", name, "--gpus", "2", "--gpu", "h200", "--quick", "--json", "--lora_target_modules", "q_proj"]
+    assert cli.main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["lighter"].keys() == ways
+
+
 @pytest.mark.parametrize(
     ("options", "code", "name"),
     [

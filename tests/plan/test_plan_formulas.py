@@ -32,8 +32,22 @@ def sizes(asked) -> Sizes:
 def test_a_known_config_builds_the_model_that_was_published(name):
     entry = known_models()[name]
     counted = shape_of(entry["config"], Settings({"use_peft": False}))
-    assert counted.parameters == counted.trainable == entry["parameters"]
+    assert counted.parameters == counted.trainable + counted.unreached == entry["parameters"]
     assert entry["source"]
+
+
+def test_widths_are_those_of_the_widest_layer_and_of_latent_heads_as_they_are_multiplied():
+    """Gemma 4: heads of 256, of 512 where attention is full. GLM-4.7-Flash: 192 + 64, of which `head_dim` is the 64."""
+    known = known_models()
+    widths = {}
+    for name in ("google/gemma-4-E4B-it", "google/gemma-4-12B-it", "zai-org/GLM-4.7-Flash"):
+        shape = shape_of(known[name]["config"], Settings({"use_peft": False}))
+        widths[name] = (shape.query_width, shape.kv_width)
+    assert widths == {
+        "google/gemma-4-E4B-it": (8 * 512, 2 * 512),
+        "google/gemma-4-12B-it": (16 * 512, 8 * 256),
+        "zai-org/GLM-4.7-Flash": (20 * 256, 20 * 256),
+    }
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerState
 
+from tests.helpers.composites import composite_model
 from tests.helpers.seeded import count, draw, grid
 from tests.helpers.tiny import llama_config
 from tests.helpers.tools import DAMAGES, refusal_of
@@ -382,6 +383,27 @@ def test_the_weights_of_another_programs_checkpoint_must_be_the_runs(tmp_path, r
     found = fit_findings(str(folder), settings, strategy("ddp", None), llama_config())
     named = [one.why for one in found if one.code == "ZR756"]
     assert (named == []) if said is None else (len(named) == 1 and said in named[0]), named
+
+
+def test_a_composite_model_goes_on_with_what_it_trained(tmp_path, recipe):
+    """Earlier versions gave the towers to the optimizer, and to adapters on "all-linear"."""
+    model = composite_model("gemma3")
+    lora = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "model_name_or_path": "m"}
+
+    def codes(settings, number: int, targets: str | None = None, **facts) -> list[str]:
+        folder = checkpoint(tmp_path, number, recipe=recipe_facts(settings, ZERO2), **facts)
+        if targets is not None:
+            (folder / "model.safetensors").unlink()
+            adapter = LoraConfig(task_type="CAUSAL_LM", lora_alpha=8, target_modules=targets)
+            get_peft_model(composite_model("gemma3"), adapter).save_pretrained(folder)
+        return [one.code for one in fit_findings(str(folder), settings, ZERO2, model.config)]
+
+    assert codes(recipe.settings, 1) == ["ZR492"] and codes(recipe.settings, 2, leaves_towers=True) == []
+    every = recipe.settings.replace(**lora, lora_target_modules="all-linear")
+    assert codes(every, 3, "all-linear") == ["ZR492"]
+    kept_out = r".*language_model.*\.(q|v)_proj"
+    own = recipe.settings.replace(**lora, lora_target_modules=kept_out)
+    assert codes(own, 4, kept_out) == []
 
 
 def test_no_pickle_is_opened_and_a_damaged_header_is_said(tmp_path, recipe):

@@ -370,11 +370,11 @@ def test_the_mask_of_a_stock_template_is_the_one_made_by_hand(tmp_path, name, tu
     tokenizer.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath(f"{name}.jinja").read_text()
     pairs = [turn for pair in turns for turn in zip(("user", "assistant"), pair, strict=True)]
     rows = Dataset.from_list([{"messages": [{"role": role, "content": text} for role, text in pairs]}])
-    for how, tail in (("answer", ""), ("turn", after)):
+    for how, thinking, tail in (("answer", "keep", ""), ("turn", "keep", after), ("turn", "mask_empty", after)):
         args = arguments(tmp_path, assistant_only_loss=True, max_length=None)
-        row = prepare_split(rows, tokenizer, args, False, RowKeys(assistant_mask=how))[0].ready[0]
+        row = prepare_split(rows, tokenizer, args, False, RowKeys(how, thinking=thinking))[0].ready[0]
         answers = [f"{answer}{end}{tail}" for _, answer in turns]
-        answers[-1] = (thoughts if how == "turn" else "") + answers[-1]
+        answers[-1] = (thoughts if (how, thinking) == ("turn", "keep") else "") + answers[-1]
         assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "".join(answers)
         whole = tokenizer.apply_chat_template(rows[0]["messages"])["input_ids"]
         assert row["input_ids"] == whole, "the text is the template's own"

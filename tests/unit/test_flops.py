@@ -25,6 +25,10 @@ SMALL = {
     "gpt2": GPT2,
     "llama": GROUPED | {"tie_word_embeddings": False},
     "gemma3_text": GROUPED | {"head_dim": 16, "sliding_window": 8},
+    # heads that are wider in the layers of full attention, and fewer of keys
+    "gemma4_text": GROUPED
+    | {"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    | {"sliding_window": 8, "num_hidden_layers": 6, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
     "qwen3_moe": GROUPED | EXPERTS | {"head_dim": 8},
     "deepseek_v3": WIDE
     | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

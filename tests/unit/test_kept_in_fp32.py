@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import Ernie4_5_MoeConfig, T5Config, T5ForConditionalGeneration
+from transformers import BertConfig, CTRLConfig, Ernie4_5_MoeConfig, T5Config, T5ForConditionalGeneration
 
 from tests.helpers.faults import MASTERS, NVME, ds_config, findings_in, found_in, zero
 from tests.helpers.tiny import llama_config, write_recipe
@@ -131,3 +131,24 @@ def test_an_adapters_matrices_take_the_16_bits_of_what_trains_beside_them(dtypes
     model.append(torch.nn.Parameter(torch.ones(2), requires_grad=False))
     one_dtype_of_what_trains(model)
     assert [p.dtype for p in model] == [*wanted, torch.float32]
+
+
+def test_a_parameter_that_two_groups_of_fsdp2_would_share(tmp_path):
+    """BERT's LM head has its bias under two names; a tied embedding alone is taken care of."""
+    path = write_recipe(tmp_path)
+    sizes = {"vocab_size": 1031, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    BertConfig(**sizes, intermediate_size=64, is_decoder=True).save_pretrained(tmp_path / "model")
+    found = partial(found_in, path)
+    assert ("error", "ZR439") in found(FSDP2)
+    assert ("error", "ZR439") not in found({"deepspeed": ds_config(3)})
+    llama_config(tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    assert ("error", "ZR439") not in found(FSDP2)
+
+
+def test_a_class_that_cannot_recompute(tmp_path):
+    path = write_recipe(tmp_path, activation_checkpointing=True)
+    found = partial(found_in, path)
+    assert ("error", "ZR440") not in found({})
+    CTRLConfig(vocab_size=1031, n_embd=32, dff=64, n_layer=1, n_head=2).save_pretrained(tmp_path / "model")
+    assert ("error", "ZR440") in found({})
+    assert ("error", "ZR440") not in found({"activation_checkpointing": False})

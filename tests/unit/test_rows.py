@@ -26,7 +26,8 @@ from tests.helpers.drawn_rows import (
     prompts_and_completions,
     texts,
 )
-from zero_recipes.data.as_written import as_written_findings
+from zero_recipes.data.as_written import compared_as_written
+from zero_recipes.data.audit import RowKeys
 from zero_recipes.data.forms import RowError, turns_of
 from zero_recipes.data.masks import tokenise
 from zero_recipes.data.prepare import prepare_split
@@ -270,9 +271,9 @@ def test_an_answer_that_ends_with_the_templates_own_token_ends_once(tokenizer, t
 def found_as_written(tokenizer, rows: list[dict], folder: Path, **keys: Any):
     data = Dataset.from_list(rows)
     args = arguments(folder, max_length=None, **keys)
-    mask = "template" if "{% generation %}" in tokenizer.chat_template else None
-    tokenised = tokenise(data, tokenizer, args, mask)
-    return list(as_written_findings(data, tokenised, tokenizer, args, "train"))
+    ours = RowKeys("template" if "{% generation %}" in tokenizer.chat_template else None)
+    tokenised = tokenise(data, tokenizer, args, ours)
+    return compared_as_written(data, tokenised, tokenizer, args, "train")[0]
 
 
 GENERATION = "{% if m['role'] == 'ROLE' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}"
@@ -309,11 +310,11 @@ def test_another_mask_is_proposed_where_it_would_change_something(tokenizer, tmp
     rows = [chat(ASK, REPLY | {"weight": 0}, ASK, REPLY | {"content": "There."})]
     data = Dataset.from_list(rows, on_mixed_types="use_json")
     args = arguments(tmp_path, max_length=None, **keys)
-    tokenised = tokenise(data, tokenizer, args, "template")
+    tokenised = tokenise(data, tokenizer, args, RowKeys("template"))
     broken = tokenised.map(lambda row: {"labels": row["input_ids"]})  # a loss on all tokens
-    (found,) = as_written_findings(data, broken, tokenizer, args, "train", "template")
+    (found,) = compared_as_written(data, broken, tokenizer, args, "train", RowKeys("template"))[0]
     assert found.code == "ZR527" and ("assistant_mask: turn" in found.fix) == proposes
     for mask in ("turn", None):
         tokenizer.chat_template = TEMPLATE  # without markers: masked by turns whether the recipe says so or not
-        (found,) = as_written_findings(data, broken, tokenizer, args, "train", mask)
+        (found,) = compared_as_written(data, broken, tokenizer, args, "train", RowKeys(mask))[0]
         assert found.code == "ZR527" and "assistant_mask" not in found.fix

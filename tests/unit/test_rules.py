@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     FalconConfig,
@@ -39,7 +41,6 @@ from tests.helpers.tools import refusal_of
 from zero_recipes.checks import rules
 from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.checks.deepspeed_objects import parser_findings
-from zero_recipes.checks.rules import packing_kinds
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos
 from zero_recipes.config.read import parse_recipe
@@ -88,6 +89,19 @@ def test_a_forward_that_trl_replaces_is_named(tmp_path):
     assert found_in(path, {}) == [("warning", "ZR469")]
 
 
+def test_sequences_are_shared_by_the_heads_of_every_layer(tmp_path):
+    """Gemma 4 12B has fewer heads of keys in its layers of full attention."""
+    keys = faults.SHARED | {"deepspeed": ds_config(3)}
+    path = write_recipe(tmp_path)
+    sizes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 128, "attention_k_eq_v": True}
+    for heads_of_layers, refused in (({}, True), ({0: 4, 1: 2}, False), ({0: 4, 1: 3}, True)):
+        of_layers = {number: {"num_attention_heads": heads} for number, heads in heads_of_layers.items()}
+        AutoConfig.for_model("gemma4_text", **sizes, per_layer_config=of_layers).save_pretrained(tmp_path / "model")
+        codes = [one.code for one in findings_in(path, keys)]
+        assert ("ZR247" in codes) == refused, heads_of_layers
+
+
 def test_sequences_are_shared_by_groups_and_heads(tmp_path):
     keys = faults.SHARED | {"deepspeed": ds_config(3)}
     uneven = keys | {"sequence_parallel_size": 3}
@@ -129,20 +143,34 @@ def test_a_loud_loss_of_the_routers_is_said(named, in_config, warned):
 
 
 def test_packed_rows_by_the_type_of_the_model(found, tmp_path):
-    kinds = packing_kinds()
-    assert not {*kinds["apart"]} & {*kinds["without_positions"], *kinds["recurrent"], *kinds["convolving"]}
-    llama_config().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    write_model(tmp_path)
 
     def codes(kind: str, **keys) -> list[str]:
-        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+        CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
         given = {"packing": True, "model_name_or_path": str(tmp_path)} | keys
-        return [code for _, code in found(given) if code in ("ZR133", "ZR460")]
+        return [code for _, code in found(given) if code in ("ZR133", "ZR441", "ZR460")]
 
     assert codes("llama") == codes("bloom", packing=False) == []
     assert codes("bloom") == codes("mamba") == codes("opt", padding_free=True, packing=False) == ["ZR133"]
     assert codes("opt", attn_implementation="kernels-community/flash-attn2") == []
-    assert codes("qwen3_next") == ["ZR133"] and codes("olmo_hybrid") == ["ZR460"]
+    assert codes("qwen3_5_moe_text") == ["ZR441"] and codes("qwen3_5_moe_text", packing=False) == []
+    assert codes("llama", packing=False, padding_free=True) == []
+    assert codes("dbrx") == ["ZR460"]
+
+
+def test_layers_that_a_gpu_computes_in_plain_torch_are_named():
+    settings = settings_with()
+    from_the_hub = settings_with(model_init_kwargs={"use_kernels": True})
+    run = Run(None, settings, {}, Strategy("ddp", 1, DsConfig({}), ""), "cuda", {})
+    (warning,) = rules.slow_layers(replace(run, meta=MetaModel(CONFIG_MAPPING["mamba2"](), settings)))
+    assert warning.code == "ZR442" and "causal-conv1d mamba-ssm" in warning.what
+    mamba = MetaModel(CONFIG_MAPPING["mamba2"](), settings)
+    for other in (
+        replace(run, meta=mamba, device="cpu"),
+        replace(run, meta=mamba, settings=from_the_hub),
+        replace(run, meta=MetaModel(llama_config(), settings)),
+    ):
+        assert not list(rules.slow_layers(other))
 
 
 @pytest.mark.parametrize(
@@ -190,8 +218,8 @@ def test_lora_with_another_tokenizers_chat_template_on_a_model_without_embed_tok
 
 
 def test_weights_that_bitsandbytes_passes_over(found, tmp_path):
-    """Falcon's linear layers, and experts; GPT-2's are Conv1D, which it does replace. Vocabularies do not count."""
-    for config, passes in ((FalconConfig, True), (MixtralConfig, True), (GPT2Config, False), (LlamaConfig, False)):
+    """Falcon's linear layers; GPT-2's are Conv1D, which it does replace. Vocabularies do not count."""
+    for config, passes in ((FalconConfig, True), (MixtralConfig, False), (GPT2Config, False), (LlamaConfig, False)):
         config(vocab_size=9999, hidden_size=64, num_hidden_layers=1, num_attention_heads=4).save_pretrained(tmp_path)
         keys = faults.FOUR | {"random_weights": False, "model_name_or_path": str(tmp_path)}
         assert (("error", "ZR474") in found(keys)) is passes, config

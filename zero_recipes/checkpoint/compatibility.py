@@ -21,6 +21,7 @@ from zero_recipes.core.findings import Finding, downgraded, finding, first_line,
 from zero_recipes.model.build import built_or_none
 from zero_recipes.model.config import adapter_config, config_of_file
 from zero_recipes.model.load import report_of_folder
+from zero_recipes.model.towers import has_text_part, spare_towers
 
 # Keys of a recipe that are compared with the run that resumes. With other values of these it is another training ...
 DECIDES = (
@@ -137,6 +138,8 @@ def fit_findings(
         yield finding("ZR722", checkpoint=checkpoint, there=there, here=here)
     yield from _recipe(checkpoint, written.get("recipe", {}), recipe_facts(settings, strategy))
     yield from _model_config(checkpoint, written.get("model_config"), settings)
+    if config is not None and has_text_part(config) and not written.get("leaves_towers"):
+        yield from _with_towers(Path(checkpoint), settings, config)
 
 
 def refuse_misfit(
@@ -190,6 +193,15 @@ def _model_config(checkpoint: str, then: Mapping[str, Any] | None, settings: Set
         yield finding("ZR758", checkpoint=checkpoint, name=name, **about)
 
 
+def _with_towers(folder: Path, settings: Settings, config: PretrainedConfig) -> Iterator[Finding]:
+    """An earlier version trained all of a composite model, or loaded its text part alone."""
+    how = "It trains other parameters."
+    if settings.use_peft:
+        how = _other_weights(folder, settings, config)  # an adapter that the recipe keeps out of the towers fits
+    if how is not None:
+        yield finding("ZR492", checkpoint=folder, how=how)
+
+
 def _other_weights(folder: Path, settings: Settings, config: PretrainedConfig) -> str | None:
     """Why a resume could not load another program's weights into this run's model, by names and shapes; else None."""
     try:
@@ -235,7 +247,7 @@ def _other_adapter(
     if base is None:
         return None
     names_of_base = {f"base_model.model.{name}" for name in base.state_dict()}
-    adapter = adapter_config(settings)
+    adapter = spare_towers(adapter_config(settings), base)
     own = json.loads(json.dumps(adapter.to_dict(), default=lambda value: getattr(value, "value", str(value))))
     try:
         saved = dict(json.loads((folder / "adapter_config.json").read_text()))

@@ -83,10 +83,13 @@ def _tensor_files(folder: Path) -> list[Path]:
 
 def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
     """Let transformers match the names: what is missing, from_pretrained would invent. Raises NotWhole."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from zero_recipes.model.towers import auto_class
 
     try:
-        _, report = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        _, report = auto_class(config).from_pretrained(
             folder,
             device_map="meta",
             output_loading_info=True,
@@ -103,7 +106,9 @@ def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
 def _compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_code: bool) -> None:
     """Compare with what PEFT would make. Nothing is compared where the base is not at hand. Raises NotWhole."""
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from zero_recipes.model.towers import auto_class
 
     trust = {"trust_remote_code": trust_remote_code}
     try:
@@ -113,7 +118,7 @@ def _compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_
         except (OSError, ValueError, TypeError):
             return
         with torch.device("meta"):
-            base = AutoModelForCausalLM.from_config(base_config, **trust)
+            base = auto_class(base_config).from_config(base_config, **trust)
             tuned = get_peft_model(base, config)
         made = get_peft_model_state_dict(tuned, save_embedding_layers=False)
     except Exception as error:  # peft looks each value up in tables of its own
@@ -134,7 +139,8 @@ def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
             tensor = file.get_tensor(name)
         if not tensor.is_floating_point() or tensor.element_size() == 1:  # torch has no isfinite for 8 bits
             continue
-        count = int((~torch.isfinite(tensor)).sum())
+        bad = ~torch.isfinite(tensor) if tensor.ndim else torch.isnan(tensor)  # an infinite number alone is a limit
+        count = int(bad.sum())
         if count:
             raise NotWhole(f"{entry.file} is damaged: {name} has {count:,} NaN or infinite values.")
         if zeros and tensor.ndim >= 2 and not tensor.any():

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from zero_recipes.checks.adapter_names import matches, module_kinds, tails, texts
+from zero_recipes.checks.adapter_targets import target_findings
 from zero_recipes.checks.rules import bare_model
 from zero_recipes.config.ds_config import quiet
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.model.config import adapter_config
+from zero_recipes.model.towers import spare_towers
 from zero_recipes.model.trained import trained_parts
 
 # TRL's keys, by the names that PEFT has for them
@@ -50,7 +53,8 @@ def adapted_model(run: Run) -> Any:
     try:
         with quiet():
             model = copy.deepcopy(bare_model(run))
-            return peft.get_peft_model(model, adapter_config(run.settings), low_cpu_mem_usage=True)
+            adapter = spare_towers(adapter_config(run.settings), model)
+            return peft.get_peft_model(model, adapter, low_cpu_mem_usage=True)
     except Exception:  # libraries raise whatever they like
         return None
 
@@ -80,6 +84,7 @@ def adapter_findings(run: Run) -> Iterator[Finding]:
             names = ", ".join(named.unmatched)
             there = ", ".join(list(dict.fromkeys(named.there))[:SHOWN])
             yield finding("ZR446", key=_key_in_recipe(named.key, settings), names=names, there=there or "nothing")
+    yield from target_findings(bare_model(run), adapted, adapter_config(settings))
     if not settings.clones_tokenizer:  # whose tokens TRL adds to the embedding
         yield from _unknown_tokens(bare_model(run), adapter_config(settings))
 
@@ -106,48 +111,16 @@ def _names(model: nn.Module, adapted: Any, written: Any) -> Iterator[Named]:
     kinds = module_kinds(model)
     yield Named("target_modules", _idle_targets(written, in_force, modules), kinds)
     yield from _layers(in_force, modules)
-    wanted = _texts(written, "target_parameters")
+    wanted = texts(written, "target_parameters")
     # as PEFT matches them (`_inject_parameters`)
     unmatched = [name for name in wanted if not any(f".{each}".endswith(f".{name}") for each in parameters)]
-    yield Named("target_parameters", unmatched, _tails(parameters, 2))
-    wanted = _texts(written, "modules_to_save")
+    yield Named("target_parameters", unmatched, tails(parameters, 2))
+    wanted = texts(written, "modules_to_save")
     unmatched = [name for name in wanted if not any(each.endswith(name) for each in modules)]  # as `_set_trainable`
     yield Named("modules_to_save", unmatched, kinds)
     yield Named("exclude_modules", _idle_exclusions(written, in_force, modules), kinds)
     for key in ("rank_pattern", "alpha_pattern"):
-        yield Named(key, _idle_patterns(getattr(written, key, None), targeted), _tails(targeted, 1))
-
-
-def module_kinds(model: nn.Module) -> list[str]:
-    """Last names of modules with weights of their own, in the model's order: "q_proj", "lm_head"."""
-    names = []
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name and next(module.parameters(recurse=False), None) is not None:
-            names.append(name)
-    return _tails(names, 1)
-
-
-def _tails(names: Iterable[str], parts: int) -> list[str]:
-    """The last parts of dotted names, each once."""
-    return list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
-
-
-def _texts(config: Any, key: str) -> list[str]:
-    """The value of a key as a list of names, in order; one text is one name."""
-    value = getattr(config, key, None)
-    if isinstance(value, str):
-        return [value]
-    return sorted(map(str, value or ()))
-
-
-def _matches(config: Any, modules: list[str], **changes: Any) -> bool:
-    """Whether PEFT would find any target, were its configuration another one."""
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    changed = copy.copy(config)
-    for key, value in changes.items():
-        setattr(changed, key, value)
-    return any(check_target_module_exists(changed, module) for module in modules if module)
+        yield Named(key, _idle_patterns(getattr(written, key, None), targeted), tails(targeted, 1))
 
 
 def _idle_targets(written: Any, in_force: Any, modules: list[str]) -> list[str]:
@@ -159,11 +132,11 @@ def _idle_targets(written: Any, in_force: Any, modules: list[str]) -> list[str]:
         if in_force.target_modules != written.target_modules:  # "all-linear": PEFT has put names in its place
             return []
         patterns = {written.target_modules: written.target_modules} | _alternatives(written.target_modules)
-        return [name for name, one in patterns.items() if not _matches(in_force, modules, target_modules=one)]
-    names = _texts(written, "target_modules")
-    if _texts(in_force, "target_parameters") != _texts(written, "target_parameters"):
+        return [name for name, one in patterns.items() if not matches(in_force, modules, target_modules=one)]
+    names = texts(written, "target_modules")
+    if texts(in_force, "target_parameters") != texts(written, "target_parameters"):
         names = [name for name in names if name in in_force.target_modules]
-    return [name for name in names if not _matches(in_force, modules, target_modules=[name])]
+    return [name for name in names if not matches(in_force, modules, target_modules=[name])]
 
 
 # a group of a regular expression without groups or sets in it; not one that must not match, "(?!vision|audio)"
@@ -194,9 +167,9 @@ def _idle_exclusions(written: Any, in_force: Any, modules: list[str]) -> list[st
     """Names in `exclude_modules` that exclude nothing: PEFT matches them as it matches targets."""
     idle = []
     limits = {"modules_to_save": None, "layers_to_transform": None, "exclude_modules": None}
-    for name in _texts(written, "exclude_modules"):
+    for name in texts(written, "exclude_modules"):
         targets = name if isinstance(written.exclude_modules, str) else [name]
-        if not _matches(in_force, modules, target_modules=targets, **limits):
+        if not matches(in_force, modules, target_modules=targets, **limits):
             idle.append(name)
     return idle
 
@@ -209,10 +182,10 @@ def _layers(in_force: Any, modules: list[str]) -> Iterator[Named]:
     if isinstance(indexes, int):
         indexes = [indexes]
     numbered = re.findall(r"([^.\s]+)\.(\d+)\.", " ".join(modules))
-    unmatched = [str(index) for index in indexes if not _matches(in_force, modules, layers_to_transform=[index])]
+    unmatched = [str(index) for index in indexes if not matches(in_force, modules, layers_to_transform=[index])]
     yield Named("layers_to_transform", unmatched, _ranges({int(number) for _, number in numbered}))
-    patterns = _texts(in_force, "layers_pattern")
-    unmatched = [pattern for pattern in patterns if not _matches(in_force, modules, layers_pattern=[pattern])]
+    patterns = texts(in_force, "layers_pattern")
+    unmatched = [pattern for pattern in patterns if not matches(in_force, modules, layers_pattern=[pattern])]
     yield Named("layers_pattern", unmatched, [name for name, _ in numbered])
 
 

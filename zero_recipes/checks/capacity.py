@@ -17,6 +17,7 @@ from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host
 from zero_recipes.core.zero_paper import ModelState, model_state_bytes
 
+LITTLE = 0.2  # of the layers' weights: 4 bits are not worth it where they pack less
 DEFAULT_BUFFER = 10**8  # elements: zero/offload_config.py
 
 

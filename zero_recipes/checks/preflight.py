@@ -9,6 +9,7 @@ from zero_recipes.checkpoint.compatibility import fit_findings
 from zero_recipes.checkpoint.output_dir import refuse_taken
 from zero_recipes.checks import deepspeed_objects, trl_objects
 from zero_recipes.checks.adapter_rules import adapter_findings
+from zero_recipes.checks.composite_rules import composite_findings
 from zero_recipes.checks.deepspeed_rules import deepspeed_findings
 from zero_recipes.checks.machine import driver_findings, gpu_findings, machine_findings
 from zero_recipes.checks.resolve import Resolved, resolve
@@ -160,6 +161,7 @@ OF_ITS_STRATEGY: tuple[Callable[[Run], Findings], ...] = (
     gpus,
     rule_findings,
     adapter_findings,
+    composite_findings,
     deepspeed_findings,
     schedule,
     deepspeed_objects.parser_findings,

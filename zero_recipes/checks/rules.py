@@ -9,28 +9,30 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from zero_recipes.checks.adapter_names import tails
+from zero_recipes.checks.capacity import LITTLE
 from zero_recipes.checks.rule_set import RuleSet
 from zero_recipes.config.accelerate import is_on
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings, loaded_dtype
-from zero_recipes.core.files import package_yaml
 from zero_recipes.core.findings import Finding, finding
+from zero_recipes.core.units import size
 from zero_recipes.data.audit import RowKeys
 from zero_recipes.engine.faults.fp32_parameters import fp32_parameters
 from zero_recipes.engine.fsdp import has_final_norm
-from zero_recipes.engine.huggingface import attention_kernel
+from zero_recipes.engine.linear_attention import kernels_of
 from zero_recipes.model.config import adapter_config
-from zero_recipes.model.meta import packed_share
+from zero_recipes.model.experts import fused_experts
+from zero_recipes.model.fused_head import fused_head_fits
+from zero_recipes.model.layer_configs import configs_of_layers
+from zero_recipes.model.meta import packed_elements, packed_share
+from zero_recipes.model.packed import packed_rows
 
-packing_kinds = partial(package_yaml, __package__, "packing.yaml")  # model types
-
-LITTLE = 0.2  # of the layers' weights
 LOUD = 0.1  # a coefficient; most models have 0.001 to 0.02
 # what an evaluation gives, as eval_NAME: transformers' trainer.py `evaluate`, and TRL's trainer/sft_trainer.py `log`
 EVALUATION_GIVES = (
@@ -64,13 +66,18 @@ def rule_findings(run: Run) -> Iterator[Finding]:
     yield from _endless(settings)
     yield from _best_metric(settings)
     yield from packing(run)
+    yield from slow_layers(run)
+    yield from own_head(run)
     yield from own_forward(run)
     yield from _loud_routers(run)
     yield from processes(run)
     yield from sequence_parallelism(run)
     yield from rounded_parameters(run)
+    yield from _experts_in_16_bits(run)
+    yield from recomputation(run)
     if run.strategy.is_fsdp and run.world_size > 1:
         yield from trained_heads(run)
+        yield from torn_parameters(run)
 
 
 # ---- saving, evaluating, ending
@@ -262,7 +269,22 @@ def _quantized_without_lora(run: Run) -> bool:
 @recipe_rules.rule("ZR474")
 def _quantizes_little(run: Run) -> bool:
     model = bare_model(run) if _quantizes(run.settings) else None
-    return model is not None and packed_share(model) < LITTLE
+    return model is not None and packed_share(model) < LITTLE and not fused_experts(model)
+
+
+def _experts_in_16_bits(run: Run) -> Iterator[Finding]:
+    """Quantized weights without those of the experts. An error where these are nearly all of the model."""
+    model = bare_model(run) if _quantizes(run.settings) else None
+    experts = {} if model is None else fused_experts(model)
+    if not experts:
+        return
+    elements = sum(weight.numel() for weight in experts.values())
+    packed = packed_elements(model)
+    others = model.num_parameters() - packed
+    rest = 2 * others + packed / (2 if run.settings.load_in_4bit else 1)
+    level = "error" if packed_share(model) < LITTLE else "warning"
+    names = ", ".join(tails(experts, 2))
+    yield finding("ZR481", level=level, names=names, size=size(2 * elements), total=size(rest))
 
 
 @recipe_rules.rule("ZR475")
@@ -350,17 +372,11 @@ def _loud_routers(run: Run) -> Iterator[Finding]:
         yield finding("ZR466", coefficient=balancing)
 
 
-def told_where_rows_begin() -> set[str]:
-    """The model types whose packs need no mask (engine/attention.py)."""
-    kinds = packing_kinds()
-    return {*kinds["apart"]} - {*kinds["not_told"]}
-
-
-def packs_without_mask(settings: Settings, precision: str, kind: str | None) -> bool:
-    """Whether attention takes packed rows one by one, without a mask (CUDA, from Ampere on). `kind`: of model."""
+def packs_without_mask(settings: Settings, precision: str, config: Any) -> bool:
+    """Whether attention takes packed rows one by one, without a mask (CUDA, from Ampere on). `config`: the model's."""
     if precision == "fp32" or settings.torch_compile:
         return False
-    return settings.attn_implementation in ("sdpa", None) and kind in told_where_rows_begin()
+    return settings.attn_implementation in ("sdpa", None) and bool(packed_rows(config, settings).told)
 
 
 def rounded_parameters(run: Run) -> Iterator[Finding]:
@@ -406,30 +422,87 @@ def trained_heads(run: Run) -> Iterator[Finding]:
         yield finding("ZR437", kind=type(model).__name__)
 
 
+def recomputation(run: Run) -> Iterator[Finding]:
+    """A model whose class cannot compute its layers again in the backward pass."""
+    model = bare_model(run)
+    if model is not None and run.settings.recomputes and not model.supports_gradient_checkpointing:
+        yield finding("ZR440", kind=type(model).__name__)
+
+
+def torn_parameters(run: Run) -> Iterator[Finding]:
+    """Parameters that two modules share, which FSDP2 shards apart: BERT's LM heads have their bias twice.
+
+    FSDP2 shards each layer, the LM head and the rest for themselves. accelerate takes care of a tied embedding alone.
+    """
+    model = bare_model(run)
+    if model is None or run.settings.use_peft:
+        return
+    embedding = model.get_input_embeddings()
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    sharded = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__ in layers or module is model.get_output_embeddings()
+    ]
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if embedding is None or parameter is not embedding.weight:
+            names.setdefault(id(parameter), []).append(name)
+    torn = []
+    for shared in names.values():
+        places = {
+            max((part for part in sharded if name.startswith(f"{part}.")), key=len, default="") for name in shared
+        }
+        if len(places) > 1:
+            torn.append(" and ".join(shared[:2]))
+    if torn:
+        yield finding("ZR439", names=", ".join(torn[:3]))
+
+
 def packing(run: Run) -> Iterator[Finding]:
     """Whether rows that share one sequence see each other, and what that costs."""
     settings = run.settings
     key = settings.joined_by
     if key is None or (key == "packing" and settings.packing_strategy == "wrapped"):
         return  # wrapped: one stream without boundaries is what the recipe asks for
-    kinds = packing_kinds()
     kind = getattr(run.config, "model_type", None)
-    leaking = {*kinds["without_positions"], *kinds["recurrent"]}
-    if attention_kernel(settings.attn_implementation) is not None:
-        leaking -= {*kinds["apart_in_flash"]}
-    if importlib.util.find_spec("causal_conv1d") is None:
-        leaking |= {*kinds["convolving"]}
-    known = set().union(*kinds.values())
-    if kind in leaking:
+    found = packed_rows(run.config, settings)
+    if found.are_apart is False:
         yield finding("ZR133", key=key, kind=kind)
-    elif kind is not None and kind not in known:
+    elif found.missing:
+        yield finding("ZR441", key=key, kind=kind, packages=" ".join(found.missing))
+    elif found.are_apart is None and kind is not None:
         yield finding("ZR460", key=key, kind=kind)
     rows = settings.per_device_train_batch_size
     tokens = rows * (settings.max_length or 0)
     masked = settings.attn_implementation in ("eager", "sdpa", None)
-    masked = masked and not packs_without_mask(settings, run.precision, kind)
+    masked = masked and not packs_without_mask(settings, run.precision, run.config)
     if masked and rows > 1 and tokens >= QUADRATIC:
         yield finding("ZR464", key=key, rows=rows, tokens=tokens)
+
+
+def slow_layers(run: Run) -> Iterator[Finding]:
+    """Layers that a GPU computes in plain torch, because the package with their kernel is not installed."""
+    model = bare_model(run)
+    if run.device != "cuda" or run.gpu is not None or model is None:
+        return
+    if (run.settings.model_init_kwargs or {}).get("use_kernels"):  # they come from the Hub
+        return
+    if all(kernel.is_installed for kernel in kernels_of(model)):
+        return
+    packages = packed_rows(run.config, run.settings).slow
+    if packages:
+        yield finding("ZR442", kind=run.config.model_type, packages=" ".join(packages))
+
+
+def own_head(run: Run) -> Iterator[Finding]:
+    """An LM head that TRL's fused one does not compute: the model's own forward does, for all positions at once."""
+    if run.config is None or fused_head_fits(run.config, run.settings.trust_remote_code) is not False:
+        return
+    tokens = run.settings.per_device_train_batch_size * (run.settings.max_length or 0)
+    vocabulary = run.config.get_text_config().vocab_size
+    gib = tokens * vocabulary * 4 / 2**30
+    yield finding("ZR443", name=type(bare_model(run)).__name__, tokens=tokens, vocabulary=vocabulary, gib=gib)
 
 
 def own_forward(run: Run) -> Iterator[Finding]:
@@ -486,10 +559,14 @@ def sequence_parallelism(run: Run) -> Iterator[Finding]:
 
 def _attention_findings(settings, size: int, config) -> Iterator[Finding]:
     """Attention that cannot be shared: each process gets a part of the heads, and must see whole sequences."""
-    heads = getattr(config, "num_attention_heads", None)
-    keys = getattr(config, "num_key_value_heads", None)
-    if config is not None and (keys is None or heads % size or (keys % size and size % keys)):
-        yield finding("ZR247", size=size, model_type=config.model_type, heads=heads, keys=keys)
+    says_layers = getattr(config, "num_hidden_layers", None) is not None  # a composite model's says none
+    alike = [] if config is None else [config]
+    for layer in configs_of_layers(config) if says_layers else alike:
+        heads = getattr(layer, "num_attention_heads", None)
+        keys = getattr(layer, "num_key_value_heads", None)
+        if keys is None or heads % size or (keys % size and size % keys):
+            yield finding("ZR247", size=size, model_type=config.model_type, heads=heads, keys=keys)
+            break
     attention = str(settings.attn_implementation)
     is_kernel = "/" in attention and "flash-attn" in attention  # as accelerate
     if not is_kernel and attention not in ("None", "sdpa", "flash_attention_2", "flash_attention_3"):

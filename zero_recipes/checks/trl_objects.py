@@ -8,16 +8,18 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zero_recipes.checks.adapter_rules import module_kinds
+from zero_recipes.checks.adapter_names import module_kinds
+from zero_recipes.checks.adapter_targets import refused_targets
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.run import Run
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.trl_arguments import trl_arguments
-from zero_recipes.core.findings import Finding, collected, first_line, refusal
+from zero_recipes.core.findings import Finding, Refusal, collected, first_line, refusal
 from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.engine.huggingface import rows_are_cut, single_process_env
 from zero_recipes.model.config import adapter_config
 from zero_recipes.model.meta import MetaModel
+from zero_recipes.model.towers import spare_towers
 
 STEPS = 1000  # of a schedule whose run is measured in epochs: only that it is a number matters
 # What the arguments have here instead of the recipe's values: these keys are checked with what they need (the launch,
@@ -71,6 +73,7 @@ def _trainer(settings: Settings, meta: MetaModel | None, args, model_args):
         return None
     with library_error_as_finding("building the model without memory", keys):
         model = meta.copy()
+    peft_config = spare_towers(peft_config, model)
     _leave_model_in_place(args)
     rows, tokenizer = _made_up()
     evaluation = rows if settings.evaluates else None
@@ -82,20 +85,25 @@ def _trainer(settings: Settings, meta: MetaModel | None, args, model_args):
         train = rows
         if prepares:
             cut = rows_are_cut(args)
-    with library_error_as_finding("building TRL's trainer", keys), cut, _targets_named(model):
+    with library_error_as_finding("building TRL's trainer", keys), cut, _targets_named(meta, settings):
         return SFTTrainer(model, args, None, train, evaluation, tokenizer, peft_config=peft_config)
 
 
 @contextlib.contextmanager
-def _targets_named(model) -> Iterator[None]:
-    """PEFT's error over targets that match nothing at all names none that would match."""
+def _targets_named(meta: MetaModel, settings: Settings) -> Iterator[None]:
+    """PEFT's errors over targets name none that would do: those that match nothing, and those that it refuses."""
     from peft.utils.error import NoMatchingPeftModuleError
 
-    kinds = ", ".join(module_kinds(model))
     try:
         yield
     except NoMatchingPeftModuleError as error:
+        kinds = ", ".join(module_kinds(meta.copy()))
         raise refusal("ZR447", error=first_line(error), kinds=kinds) from error
+    except ValueError as error:
+        refused = list(refused_targets(meta.copy(), settings)) if settings.use_peft else []
+        if refused:
+            raise Refusal(refused) from error
+        raise
 
 
 def _leave_model_in_place(args) -> None:

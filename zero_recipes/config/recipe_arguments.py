@@ -52,6 +52,20 @@ class RecipeArguments:
             "choices": ["template", "turn", "answer"],
         },
     )
+    thinking: str = dataclasses.field(
+        default="mask_empty",
+        metadata={
+            "help": (
+                "What of the answers' thoughts is trained. `mask_empty` trains them as the chat template writes them, "
+                "but no empty block: Qwen3, GLM and others write `<think></think>` before an answer without thoughts, "
+                "and a loss on it would teach the model not to think (ms-swift does the same: `ignore_empty_think`). "
+                "`keep` trains empty blocks too, and turns on the chat template's switch for thoughts of earlier "
+                "answers where it has one (`preserve_thinking: true`, `clear_thinking: false`). `last` removes the "
+                "thoughts of answers before the last user turn, `drop` all thoughts; neither trains empty blocks."
+            ),
+            "choices": ["keep", "last", "drop", "mask_empty"],
+        },
+    )
     long_rows: str = dataclasses.field(
         default="cut",
         metadata={

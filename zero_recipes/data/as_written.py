@@ -7,6 +7,7 @@ left out on both sides: templates trim it, and tokenizers add it.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -16,15 +17,16 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.data.as_read import CLOSED, OPENED, TAG, Reads, mapping_of, messages_as_read
-from zero_recipes.data.audit import decoded_parts
+from zero_recipes.data.as_read import Reads, mapping_of, messages_as_read
+from zero_recipes.data.audit import NO_KEYS, RowKeys, decoded_parts
 from zero_recipes.data.forms import Row, tables
-from zero_recipes.data.masks import Chat, mask_by
+from zero_recipes.data.masks import Chat, has_turns, mask_by
+from zero_recipes.data.thoughts import THINK, Tags, block_at_start, fields_with_thoughts, turns_without_thoughts
+from zero_recipes.engine import huggingface
 
 COMPARED_ROWS = 2000  # of a split, spread over all of it
 MERGED = 16  # characters at a text's edge that may be in one token with its neighbor's
 LONG_ENOUGH = 4  # characters: shorter texts stand in a row again by chance
-EMPTY_BLOCK = OPENED + CLOSED
 OWN_KEYS = ("weight", "silent_parts")  # of a message, which are not for the template
 PLACEHOLDER = "zr placeholder"
 
@@ -38,6 +40,7 @@ class Text(NamedTuple):
     turn: int = 0
     merges_before: bool = False  # its beginning may be in one token with the text before it, that has another loss
     merges_after: bool = False  # its end, with the text behind it
+    is_of_assistant: bool = False
     is_thought: bool = False
     may_be_left_out: bool = False  # thoughts of an answer to an earlier question
     has_own_block: bool = False  # the content has tags of thoughts
@@ -72,36 +75,103 @@ class Faults:
     changed: list[tuple[int, str]] = field(default_factory=list)
     second_blocks: list[tuple[int, Text]] = field(default_factory=list)  # of thoughts, beside one of the template's
     left_out: list[tuple[int, Text]] = field(default_factory=list)  # thoughts of earlier answers
-    empty_blocks: list[tuple[int, Text]] = field(
-        default_factory=list
-    )  # the template's, before answers without thoughts
+    # the template's, before answers without thoughts
+    empty_blocks: list[tuple[int, Text]] = field(default_factory=list)
 
 
-def as_written_findings(
-    rows: Dataset,
-    tokenised: Dataset,
-    tokenizer: Tokenizer,
-    training_args,
-    split: str,
-    assistant_mask: str | None = None,
-) -> Iterator[Finding]:
+@dataclass
+class Thoughts:
+    """What became of the thoughts of the rows that are compared."""
+
+    rows: int
+    of_rows: int
+    trained: int = 0
+    without_loss: int = 0
+    left_out: int = 0  # by the chat template
+    removed: int = 0  # by the recipe's `thinking`
+    masked_blocks: int = 0  # empty ones before answers that have a loss
+    trained_blocks: int = 0
+
+    def __str__(self) -> str:
+        counts = {
+            "trained": self.trained,
+            "in the rows without a loss": self.without_loss,
+            "left out by the chat template": self.left_out,
+            "removed by `thinking`": self.removed,
+            "empty blocks without a loss": self.masked_blocks,
+            "empty blocks trained": self.trained_blocks,
+        }
+        told = [f"{count:,} {words}" for words, count in counts.items() if count]
+        compared = "" if self.rows == self.of_rows else f" (in {self.rows:,} of {self.of_rows:,} rows)"
+        return f"thoughts: {', '.join(told)}{compared}" if told else ""
+
+
+class Comparison(NamedTuple):
+    """How the rows' texts are held against their tokens."""
+
+    training_args: Any
+    tokenizer: Tokenizer
+    mask: str | None  # of `mask_by`
+    ours: RowKeys
+    reads: Reads | None  # of the chat template; None for rows of texts
+
+    @classmethod
+    def of(cls, rows: Dataset, tokenizer: Tokenizer, training_args, ours: RowKeys) -> "Comparison":
+        """How these rows are compared."""
+        mask = mask_by(rows, tokenizer, training_args, ours.assistant_mask)
+        reads = None
+        if has_turns(rows):
+            template = None if mask is not None else huggingface.training_template(tokenizer, training_args)
+            reads = Reads.of(tokenizer, template)
+        return cls(training_args, tokenizer, mask, ours, reads)
+
+    @property
+    def pairs(self) -> tuple[Tags, ...]:
+        """The tags that a content may have."""
+        return (THINK,) if self.reads is None else tuple(self.reads.splits)
+
+    @property
+    def tag(self) -> str:
+        """A regular expression of any of them."""
+        return "|".join(tags.pattern for tags in self.pairs)
+
+    @property
+    def opening_tags(self) -> list[str]:
+        """Those that begin a block."""
+        return [tags.opened for tags in self.pairs]
+
+    @property
+    def empty_block(self) -> str:
+        """The template's, without white space."""
+        tags = THINK if self.reads is None or self.reads.tags is None else self.reads.tags
+        return tags.closed if tags.closes_alone else tags.opened + tags.closed
+
+
+def compared_as_written(
+    rows: Dataset, tokenised: Dataset, tokenizer: Tokenizer, training_args, split: str, ours: RowKeys = NO_KEYS
+) -> tuple[list[Finding], Thoughts]:
     """Compare the rows' texts with their decoded tokens. At most one finding of a kind.
 
-    `rows`: before they are made what the chat template reads. `assistant_mask`: the recipe's.
+    `rows`: before they are made what the chat template reads. `ours`: the recipe's keys.
     """
-    if "input_ids" in rows.column_names:
-        return
-    mask = mask_by(rows, tokenizer, training_args, assistant_mask)
     numbers = _spread(len(rows), COMPARED_ROWS)
+    thoughts = Thoughts(len(numbers), len(rows))
+    if "input_ids" in rows.column_names:
+        return [], thoughts
+    how = Comparison.of(rows, tokenizer, training_args, ours)
     tokens = tokenised.select_columns(["input_ids", "labels"]).select(numbers)
     faults = Faults()
     for number, row, trained in zip(numbers, rows.select(numbers), tokens, strict=True):
-        texts = _texts(row, training_args, mask)
-        _compare(number, texts, row, _decoded(trained, tokenizer), tokenizer, faults)
-    compared = {"rows": len(numbers), "split": split}
+        texts = _texts(row, how, thoughts)
+        _compare(number, texts, row, _decoded(trained, tokenizer), how, faults, thoughts)
+    return list(_findings(faults, how, {"rows": len(numbers), "split": split})), thoughts
+
+
+def _findings(faults: Faults, how: Comparison, compared: dict[str, Any]) -> Iterator[Finding]:
+    """`compared`: how many rows, and of which split."""
     if faults.wrong_loss:
         row, fault = faults.wrong_loss[0]
-        takes_another_mask = training_args.assistant_only_loss and mask != "turn"
+        takes_another_mask = how.training_args.assistant_only_loss and how.mask != "turn"
         mask_key = "set `assistant_mask: turn`, or " if takes_another_mask else ""
         yield finding("ZR527", count=len(faults.wrong_loss), row=row, fault=fault, mask_key=mask_key, **compared)
     if faults.lost:
@@ -118,7 +188,8 @@ def as_written_findings(
         yield finding("ZR584", count=len(faults.second_blocks), row=row, name=text.name, **compared)
     if faults.left_out:
         row, text = faults.left_out[0]
-        yield finding("ZR579", count=len(faults.left_out), row=row, name=text.name, **compared)
+        keep = "set `thinking: keep`, " if how.reads is not None and how.reads.keeping else ""
+        yield finding("ZR579", count=len(faults.left_out), row=row, name=text.name, keep=keep, **compared)
     if faults.empty_blocks:
         row, text = faults.empty_blocks[0]
         yield finding("ZR580", count=len(faults.empty_blocks), row=row, name=text.name, **compared)
@@ -132,45 +203,67 @@ def _spread(count: int, most: int) -> range:
 # a row's texts
 
 
-def _texts(row: Row, training_args, mask: str | None) -> list[Text]:
-    """Of a converted row, in their order. `mask`: of `mask_by`."""
-    on_prompt = training_args.completion_only_loss is False
+def _texts(row: Row, how: Comparison, thoughts: Thoughts) -> list[Text]:
+    """Of a converted row, in their order. Counts the thoughts that the recipe removes."""
+    on_prompt = how.training_args.completion_only_loss is False
     if isinstance(row.get("messages"), list):
-        return _texts_of_turns(row["messages"], 0, training_args, mask)
+        return _texts_of_turns(row["messages"], 0, how, thoughts)
     if isinstance(row.get("prompt"), list):
         turns = row["prompt"] + row["completion"]
-        return _texts_of_turns(turns, 0 if on_prompt else len(row["prompt"]), training_args, mask)
+        return _texts_of_turns(turns, 0 if on_prompt else len(row["prompt"]), how, thoughts)
     if "prompt" in row:
         prompt = Text("prompt", row["prompt"], on_prompt, merges_after=True)
         return [prompt, Text("completion", row["completion"], True, turn=1)]
-    name = training_args.dataset_text_field
+    name = how.training_args.dataset_text_field
     return [Text(name, row[name], True)]
 
 
-def _texts_of_turns(messages: list[Row], first_with_loss: int, training_args, mask: str | None) -> list[Text]:
+def _texts_of_turns(messages: list[Row], first_with_loss: int, how: Comparison, thoughts: Thoughts) -> list[Text]:
     texts = []
+    removed = turns_without_thoughts(messages, how.ours.thinking)
     questions = [number for number, message in enumerate(messages) if message["role"] == "user"]
     for number, message in enumerate(messages):
         has_loss = number >= first_with_loss
-        if training_args.assistant_only_loss and message["role"] != "assistant":
+        if how.training_args.assistant_only_loss and message["role"] != "assistant":
             has_loss = False
         if message.get("weight") == 0:
             has_loss = False
         name = f"message {number} ({message['role']})"
         if message["role"] != "assistant":
-            found = _contents(message, name, has_loss)
+            found = _contents(message, name, has_loss, how)
         else:
             found = _thoughts(message, name, has_loss)
-            found += _contents(message, name, has_loss)
+            found += _contents(message, name, has_loss, how)
             found += _calls(message, name, has_loss)
+            found = _each_thought_once(found, message, how)
         is_earlier = any(number < question for question in questions)
         for text in found:
-            has_loss_or_not = text.has_loss
-            if text.is_thought and mask == "answer":  # begins with the content, whether thoughts are in it or before it
-                has_loss_or_not = None
+            if number in removed:
+                text = text._replace(has_own_block=False)
+            if text.is_thought and number in removed:
+                thoughts.removed += 1
+                continue
             may_be_left_out = text.is_thought and is_earlier
-            texts.append(text._replace(turn=number, may_be_left_out=may_be_left_out, has_loss=has_loss_or_not))
+            is_of_assistant = message["role"] == "assistant"
+            text = text._replace(turn=number, is_of_assistant=is_of_assistant, may_be_left_out=may_be_left_out)
+            texts.append(text)
     return texts
+
+
+def _each_thought_once(texts: list[Text], message: Row, how: Comparison) -> list[Text]:
+    """Without the content's own thoughts where a field has them too."""
+    if not fields_with_thoughts(message) or block_at_start(message.get("content"), how.pairs) is None:
+        return texts
+    found = []
+    written = set()
+    for text in texts:
+        words = text.text.strip()
+        if text.is_thought and words in written:
+            continue
+        if text.is_thought:
+            written.add(words)
+        found.append(text._replace(has_own_block=False))
+    return found
 
 
 def _thoughts(message: Row, name: str, has_loss: bool) -> list[Text]:
@@ -183,11 +276,11 @@ def _thoughts(message: Row, name: str, has_loss: bool) -> list[Text]:
     return list(found.values())
 
 
-def _contents(message: Row, name: str, has_loss: bool) -> list[Text]:
+def _contents(message: Row, name: str, has_loss: bool, how: Comparison) -> list[Text]:
     """The content: several texts where its thoughts or its flags part it."""
     content = message.get("content") or ""
     silent = message.get("silent_parts") or []
-    thoughts = _spans_of_thoughts(content) if message["role"] == "assistant" else []
+    thoughts = _spans_of_thoughts(content, how) if message["role"] == "assistant" else []
     edges = {0, len(content)}
     for first, last, *_ in silent + thoughts:
         edges |= {first, last}
@@ -195,7 +288,7 @@ def _contents(message: Row, name: str, has_loss: bool) -> list[Text]:
     for first, last in pairwise(sorted(edges)):
         text = content[first:last]
         if thoughts:
-            text = TAG.sub("", text)
+            text = re.sub(how.tag, "", text)
         if not text.strip():
             continue
         parts = [part for begin, end, part in silent if begin <= first < end]
@@ -208,7 +301,7 @@ def _contents(message: Row, name: str, has_loss: bool) -> list[Text]:
                 merges_after=not parts and any(begin == last for begin, _, _ in silent),
                 is_thought=any(begin <= first < end for begin, end in thoughts),
                 has_own_block=bool(thoughts),
-                empty_blocks=_without_spaces(content).count(EMPTY_BLOCK),
+                empty_blocks=_without_spaces(content).count(how.empty_block),
                 spellings=_spellings_of_result(text) if message["role"] == "tool" else (),
             )
         )
@@ -221,14 +314,14 @@ def _spellings_of_result(text: str) -> tuple[str, ...]:
     return words, *(_without_spaces(json.dumps(text, ensure_ascii=ascii_alone)[1:-1]) for ascii_alone in (False, True))
 
 
-def _spans_of_thoughts(content: str) -> list[tuple[int, int]]:
+def _spans_of_thoughts(content: str, how: Comparison) -> list[tuple[int, int]]:
     """Of the thoughts in an answer's content, with their tags. A template may write the tag that opens the first."""
     spans = []
     opened = 0
     is_open = True
     has_opening_tag = False
-    for tag in TAG.finditer(content):
-        if tag[0] == OPENED:
+    for tag in re.finditer(how.tag, content):
+        if tag[0] in how.opening_tags:
             opened = tag.start()
             is_open = True
             has_opening_tag = True
@@ -310,7 +403,9 @@ def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def _compare(number: int, texts: list[Text], row: Row, tokens: Tokens, tokenizer: Tokenizer, faults: Faults) -> None:
+def _compare(
+    number: int, texts: list[Text], row: Row, tokens: Tokens, how: Comparison, faults: Faults, thoughts: Thoughts
+) -> None:
     """The first wrong loss or changed text of a row; else the first that is not there; else what is only to be said."""
     lost = None
     left_out = None
@@ -322,9 +417,10 @@ def _compare(number: int, texts: list[Text], row: Row, tokens: Tokens, tokenizer
             turn = text.turn
             start_of_turn = cursor
             is_first_of_turn = True
-        place = _find(text, tokens, cursor, tokenizer)
+            lacks_own_block = False
+        place = _find(text, tokens, cursor, how.tokenizer)
         if place is None or not place.is_right:  # a template may write a turn's texts in another order
-            place = _find(text, tokens, start_of_turn, tokenizer) or place
+            place = _find(text, tokens, start_of_turn, how.tokenizer) or place
         if place is None or text.pieces:
             spelling = _wrong_spelling(text, texts, tokens, cursor)
             if spelling is not None:
@@ -333,6 +429,8 @@ def _compare(number: int, texts: list[Text], row: Row, tokens: Tokens, tokenizer
                 return
         if place is None and text.may_be_left_out:
             left_out = left_out or text
+            thoughts.left_out += 1
+            lacks_own_block = True
             continue
         if place is None:
             lost = lost or text
@@ -344,19 +442,27 @@ def _compare(number: int, texts: list[Text], row: Row, tokens: Tokens, tokenizer
         cursor = max(cursor, place.stop)
         if not text.text.strip():
             continue
+        if text.is_thought and text.has_loss:
+            thoughts.trained += 1
+        elif text.is_thought:
+            thoughts.without_loss += 1
         before = tokens.text[start_of_turn : place.start]
-        if _has_blocks_of_two(text, before):
+        if not lacks_own_block and _has_blocks_of_two(text, before, how):
             faults.second_blocks.append((number, text))
             return
-        if is_first_of_turn and not text.is_thought and not text.has_own_block and EMPTY_BLOCK in before:
-            at = start_of_turn + before.index(EMPTY_BLOCK)
-            if 0 not in tokens.losses[at : at + len(EMPTY_BLOCK)]:
+        if is_first_of_turn and text.has_loss and text.is_of_assistant and not text.is_thought:
+            at = before.rfind(how.empty_block)
+            losses = tokens.losses[start_of_turn + at :][: len(how.empty_block)]
+            if at >= 0 and 1 not in losses:
+                thoughts.masked_blocks += 1
+            elif at >= 0 and 0 not in losses and not text.has_own_block:
+                thoughts.trained_blocks += 1
                 behind_empty_block = behind_empty_block or text
         is_first_of_turn = False
     if lost is not None:
         faults.lost.append((number, lost))
         return
-    repeated = _repeated(texts, row, tokens, tokenizer)
+    repeated = _repeated(texts, row, tokens, how)
     if repeated is not None:
         faults.changed.append((number, f"{repeated.name} stands there more often: {repeated.text.strip()[:80]}"))
         return
@@ -426,20 +532,20 @@ def _wrong_spelling(text: Text, texts: list[Text], tokens: Tokens, cursor: int) 
     return None
 
 
-def _has_blocks_of_two(text: Text, before: str) -> bool:
+def _has_blocks_of_two(text: Text, before: str, how: Comparison) -> bool:
     """Whether a row's own block of thoughts stands behind or within one that the template writes.
 
     `before`: what stands before the text in its turn.
     """
     if not (text.is_thought or text.has_own_block):
         return False
-    has_another_tag = text.is_thought and before.endswith(OPENED + OPENED)
-    return has_another_tag or before.count(EMPTY_BLOCK) > text.empty_blocks
+    has_another_tag = text.is_thought and before.endswith(tuple(tag + tag for tag in how.opening_tags))
+    return has_another_tag or before.count(how.empty_block) > text.empty_blocks
 
 
-def _repeated(texts: list[Text], row: Row, tokens: Tokens, tokenizer: Tokenizer) -> Text | None:
+def _repeated(texts: list[Text], row: Row, tokens: Tokens, how: Comparison) -> Text | None:
     """A text that stands more often in the tokens than in the row and in what the template writes by itself."""
-    if not isinstance(row.get("messages") or row.get("prompt"), list):
+    if how.reads is None:
         return None
     written = [_without_spaces(text.text) for text in texts]
     by_itself = None
@@ -452,7 +558,7 @@ def _repeated(texts: list[Text], row: Row, tokens: Tokens, tokenizer: Tokenizer)
             continue
         if by_itself is None:
             try:
-                by_itself = _written_by_template(row, tokenizer)
+                by_itself = _written_by_template(row, how)
             except Exception:  # it takes no placeholders
                 return None
         if found > expected + by_itself.count(words):
@@ -460,9 +566,9 @@ def _repeated(texts: list[Text], row: Row, tokens: Tokens, tokenizer: Tokenizer)
     return None
 
 
-def _written_by_template(row: Row, tokenizer: Tokenizer) -> str:
+def _written_by_template(row: Row, how: Comparison) -> str:
     """The row's conversation with placeholders for its texts, without white space."""
-    chat = Chat.of_row(row, tokenizer)
+    chat = Chat.of_row(row, how.tokenizer)
     messages = []
     for message in chat.messages:
         message = dict(message)
@@ -472,7 +578,7 @@ def _written_by_template(row: Row, tokenizer: Tokenizer) -> str:
         if message["role"] == "assistant" and message.get("tool_calls"):
             message["tool_calls"] = [_placeholder_call(call) for call in _as_list(message["tool_calls"])]
         messages.append(message)
-    return _without_spaces(chat.render(messages_as_read(messages, Reads.of(tokenizer), row=0)))
+    return _without_spaces(chat.render(messages_as_read(messages, how.reads, row=0, thinking=how.ours.thinking)))
 
 
 def _as_list(calls: Any) -> list[Row]:

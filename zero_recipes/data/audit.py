@@ -32,11 +32,12 @@ class RowKeys:
 
     assistant_mask: str | None = None
     long_rows: str = "cut"
+    thinking: str = "mask_empty"
 
     @classmethod
     def of(cls, settings: Settings) -> "RowKeys":
         """The keys of a run's settings."""
-        return cls(settings.assistant_mask, settings.long_rows)
+        return cls(settings.assistant_mask, settings.long_rows, settings.thinking)
 
     def drops(self, max_length: int | None) -> bool:
         """Whether rows longer than `max_length` are left out."""

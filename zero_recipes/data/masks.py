@@ -1,7 +1,7 @@
 """Tokens and labels of rows, before they are truncated and packed: which tokens have a loss.
 
 TRL tokenizes and masks. It lacks masks of the assistant's turns for chat templates without `{% generation %}`, turns
-and parts of turns of `weight: 0`, and markers that a text and the tokenizer both write.
+and parts of turns of `weight: 0`, empty blocks of thoughts, and markers that a text and the tokenizer both write.
 """
 
 import contextlib
@@ -12,39 +12,36 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.library_errors import library_error_as_finding
-from zero_recipes.data.as_read import TAG, as_read
-from zero_recipes.data.audit import token_batches
+from zero_recipes.data.as_read import Reads, as_read
+from zero_recipes.data.audit import NO_KEYS, RowKeys, token_batches
 from zero_recipes.data.forms import Row, Rows, code_digest, column_names
+from zero_recipes.data.thoughts import KEEP, Tags, empty_blocks, fields_with_thoughts, without_block_at_end
 from zero_recipes.engine import huggingface
 
 ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
 ANSWER = "zero recipes"  # a text that no template changes
 NO_LOSS = -100
-TAGS_AND_SPACES = re.compile(rf"(?:\s|{TAG.pattern})*")
-TAGS_BEFORE = re.compile(rf"(?:(?:{TAG.pattern})\s*)*\Z")
-TAGS_BEHIND = re.compile(rf"(?:\s*(?:{TAG.pattern}))*")
+SHOWN_ROLES = 6
 
 
-def tokenise(
-    rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None = None, split: str = "the data"
-) -> Rows:
+def tokenise(rows: Rows, tokenizer: Tokenizer, training_args, ours: RowKeys = NO_KEYS, split: str = "the data") -> Rows:
     """Make input_ids and labels of each row, before truncation, dropping, packing and shuffling.
 
     By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied. `split`: for people.
     Raises Refusal.
     """
-    tokenised = tokenise_as_written(rows, tokenizer, training_args, assistant_mask, split)
+    tokenised = tokenise_as_written(rows, tokenizer, training_args, ours, split)
     return with_single_markers(rows, tokenised, tokenizer)[0]
 
 
 def tokenise_as_written(
-    rows: Rows, tokenizer: Tokenizer, training_args, assistant_mask: str | None, split: str = "the data"
+    rows: Rows, tokenizer: Tokenizer, training_args, ours: RowKeys, split: str = "the data"
 ) -> Rows:
     """Do the work of `tokenise`, but leave markers that stand twice. Raises Refusal."""
     whole = copy.copy(training_args)
@@ -52,20 +49,36 @@ def tokenise_as_written(
     whole.shuffle_dataset = False
     if isinstance(rows, Dataset):
         whole.dataset_num_proc = workers(len(rows), training_args.dataset_num_proc)
-    how = mask_by(rows, tokenizer, whole, assistant_mask)
+    how = mask_by(rows, tokenizer, whole, ours.assistant_mask)
     template = None
-    if "input_ids" not in column_names(rows):
+    reads = None
+    if has_turns(rows):
         if how is None:
             template = huggingface.training_template(tokenizer, whole)
-        rows = as_read(rows, tokenizer, template, whole.dataset_num_proc)
+        reads = Reads.of(tokenizer, template)
+        rows = as_read(rows, reads, ours.thinking, whole.dataset_num_proc)
     if not isinstance(rows, Dataset):
         keywords = {"tokenizer": tokenizer, "chat_template": template, "split": split, "code": code_digest()}
         rows = rows.map(_refuse_if_template_stops, with_indices=True, fn_kwargs=keywords)
     with _template_errors_with_rows(rows, tokenizer, template, split):
         if how is not None:
-            rows = _with_masks(rows, how, tokenizer, whole)
+            rows = _with_masks(rows, how, reads, tokenizer, whole)
         rows = huggingface.prepare_dataset(rows, tokenizer, whole, packing=False)
-        return _silenced(rows, template, tokenizer, whole)
+        if reads is None:
+            return rows
+        return _silenced(rows, template, reads, ours, tokenizer, whole)
+
+
+def has_turns(rows: Rows) -> bool:
+    """Whether the rows are conversations, which a chat template writes."""
+    names = column_names(rows)
+    if "input_ids" in names:
+        return False
+    columns = [name for name in ("messages", "prompt") if name in names]
+    if rows.features is not None:
+        return any(not isinstance(rows.features[name], Value) for name in columns)
+    first = next(iter(rows))
+    return any(isinstance(first[name], list) for name in columns)
 
 
 # what a chat template raises
@@ -114,8 +127,12 @@ def _render_or_refuse(chat: "Chat", messages: list[Row], place: str, to_answer: 
         count = len(messages)
         while count > 1 and _stops(chat, messages[: count - 1]):
             count -= 1
-        role = messages[count - 1]["role"]
-        with library_error_as_finding(f"writing {place}, message {count - 1} ({role}), with the chat template"):
+        if count == 1 < len(messages):  # no message alone is at fault: a user's turn is missing, or the first is wrong
+            roles = [message["role"] for message in messages]
+            whose = f" (roles: {', '.join(roles[:SHOWN_ROLES])}{', ...' if len(roles) > SHOWN_ROLES else ''})"
+        else:
+            whose = f", message {count - 1} ({messages[count - 1]['role']}),"
+        with library_error_as_finding(f"writing {place}{whose} with the chat template"):
             raise error
 
 
@@ -165,15 +182,18 @@ def mask_by(rows: Rows, tokenizer: Tokenizer, training_args, named: str | None =
     return None
 
 
-def _with_masks(rows: Rows, how: str, tokenizer: Tokenizer, training_args) -> Rows:
+def _with_masks(rows: Rows, how: str, reads: Reads, tokenizer: Tokenizer, training_args) -> Rows:
     """The rows with input_ids and assistant_masks. Raises Refusal."""
     with library_error_as_finding("masking all but the assistant's tokens"):
-        keywords = {"end": _end_of_turn(tokenizer), "how": how, "tokenizer": tokenizer, "code": code_digest()}
+        keywords = {"end": _end_of_turn(tokenizer), "how": how, "reads": reads, "tokenizer": tokenizer}
+        keywords["code"] = code_digest()
         keywords["only_completion"] = training_args.completion_only_loss is not False
         return rows.map(_masked, with_indices=True, fn_kwargs=keywords, **_in_parallel(rows, training_args))
 
 
-def _masked(row: Row, number: int, end: str, how: str, only_completion: bool, tokenizer, code: str) -> Row:
+def _masked(
+    row: Row, number: int, end: str, how: str, reads: Reads, only_completion: bool, tokenizer, code: str
+) -> Row:
     """`code`: for the cache (`code_digest`)."""
     chat = Chat.of_row(row, tokenizer)
     text = chat.render(chat.messages)
@@ -181,9 +201,9 @@ def _masked(row: Row, number: int, end: str, how: str, only_completion: bool, to
     spans = []
     for at in range(first, len(chat.messages)):
         if chat.messages[at]["role"] == "assistant":
-            start, stop = _span(chat, text, at, end, number)
+            start, stop = _span(chat, text, at, end, number, reads.tags)
             if how == "answer":
-                start = _start_of_content(chat.messages[at], text, start, stop)
+                start = _start_of_answer(chat.messages[at], text, start, stop, reads.tags)
             else:
                 stop = _next_turn(text, stop)
             spans.append((start, stop))
@@ -218,7 +238,7 @@ class Chat(NamedTuple):
         )
 
 
-def _span(chat: Chat, text: str, at: int, end: str, row: int) -> tuple[int, int]:
+def _span(chat: Chat, text: str, at: int, end: str, row: int, tags: Tags | None) -> tuple[int, int]:
     """Where message `at` stands in the rendered conversation: after its header, up to and with the token that ends it.
 
     Raises Refusal where the template writes earlier messages otherwise once it follows.
@@ -229,6 +249,8 @@ def _span(chat: Chat, text: str, at: int, end: str, row: int) -> tuple[int, int]
         start = _end_of_header(chat, text) if to_answer else 0
     else:
         before = _render_or_refuse(chat, chat.messages[:at], f"row {row} up to message {at}", to_answer)
+        if not text.startswith(before) and tags is not None:  # a prompt may open a block that the answer lacks
+            before = without_block_at_end(before, tags)
         if not text.startswith(before):
             raise refusal("ZR892", row=row, turn=at)
         start = len(before)
@@ -251,7 +273,13 @@ def _end_of_header(chat: Chat, text: str) -> int:
     return 0 if at < 0 else at + len(header)
 
 
-def _start_of_content(message: Row, text: str, start: int, stop: int) -> int:
+def _start_of_answer(message: Row, text: str, start: int, stop: int, tags: Tags | None) -> int:
+    """Where the thoughts begin, with their tag, else the content. `text`: of which start to stop is the turn."""
+    for thoughts in fields_with_thoughts(message).values():
+        at = text.find(thoughts.strip(), start, stop)
+        if at >= 0:
+            opening = "" if tags is None else re.escape(tags.opened)
+            return re.compile(rf"(?:{opening}\s*)?\Z").search(text, start, at).start()
     if not isinstance(message.get("content"), str):
         return start
     return max(start, text.find(message["content"].strip(), start, stop))
@@ -263,12 +291,16 @@ def _next_turn(text: str, stop: int) -> int:
 
 
 def _tokens_inside(
-    text: str, spans: list[tuple[int, int]], tokenizer, parts: list[tuple[int, int]] | None = None
+    text: str,
+    spans: list[tuple[int, int]],
+    tokenizer,
+    parts: list[tuple[int, int]] | None = None,
+    blocks: list[tuple[int, int]] | None = None,
 ) -> tuple[list[int], list[int]]:
     """(the text's token ids, 1 for each token of which a character is inside one of the spans).
 
     `parts`: spans that a token is not inside of if it shares spaces alone with it: " train" of "not this. train this"
-    is of the second part, whichever has the space.
+    is of the second part, whichever has the space. `blocks`: spans that have all of a token but spaces.
     """
     tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     offsets = np.array(tokens["offset_mapping"]).reshape(-1, 2)
@@ -280,6 +312,13 @@ def _tokens_inside(
             first, last = offsets[token]
             shared = text[max(first, start) : min(last, stop)]
             if shared.strip() or (start <= first and last <= stop):
+                inside[token] = 1
+    for start, stop in blocks or []:
+        for token in np.flatnonzero((offsets[:, 0] < stop) & (start < offsets[:, 1])):
+            first, last = offsets[token]
+            beyond = text[first : max(first, start)] + text[min(last, stop) : last]
+            shared = text[max(first, start) : min(last, stop)]
+            if not beyond.strip() and (shared.strip() or not beyond):
                 inside[token] = 1
     return tokens["input_ids"], inside.tolist()
 
@@ -295,21 +334,26 @@ def _end_of_turn(tokenizer: Tokenizer) -> str:
     return min(written, key=tail.index)
 
 
-# turns of weight 0, and their parts
+# turns of weight 0, their parts, and empty blocks of thoughts
 
 
-def _silenced(rows: Rows, template: str | None, tokenizer: Tokenizer, training_args) -> Rows:
-    """Tokenized rows, with no loss on the turns and the parts of `weight: 0`. Raises Refusal.
+def _silenced(
+    rows: Rows, template: str | None, reads: Reads, ours: RowKeys, tokenizer: Tokenizer, training_args
+) -> Rows:
+    """Tokenized rows, with no loss on the turns and the parts of `weight: 0`, and on empty blocks of thoughts.
 
-    `template`: which they are rendered by, if it is not the tokenizer's own.
+    `template`: which they are rendered by, if it is not the tokenizer's own. `reads`: of it. Raises Refusal.
     """
     columns = [name for name in ("messages", "prompt", "completion") if name in column_names(rows)]
     if not columns:
         return rows
-    if isinstance(rows, Dataset) and not any(map(_says_what_is_silent, rows.select_columns(columns))):
+    masks_blocks = reads.tags is not None and ours.thinking != KEEP
+    is_looked_at = masks_blocks or not isinstance(rows, Dataset)
+    if not is_looked_at and not any(map(_says_what_is_silent, rows.select_columns(columns))):
         return rows
-    with library_error_as_finding("leaving turns of weight 0 without a loss"):
+    with library_error_as_finding("leaving parts of the rows without a loss"):
         keywords = {"tokenizer": tokenizer, "chat_template": template, "code": code_digest()}
+        keywords |= {"reads": reads, "masks_blocks": masks_blocks}
         keywords["only_completion"] = training_args.completion_only_loss is not False
         keywords["assistant_only"] = bool(training_args.assistant_only_loss)
         return rows.map(_silence, with_indices=True, fn_kwargs=keywords, **_in_parallel(rows, training_args))
@@ -331,16 +375,22 @@ def _silence(
     number: int,
     tokenizer: Tokenizer,
     chat_template: str | None,
+    reads: Reads,
+    masks_blocks: bool,
     only_completion: bool,
     assistant_only: bool,
     code: str,
 ) -> Row:
     """`only_completion`, `assistant_only`: what has no loss anyway. `code`: for the cache (`code_digest`)."""
-    if not _says_what_is_silent(row):
+    is_silent = _says_what_is_silent(row)
+    if not _messages(row) or not (is_silent or masks_blocks):
         return {"labels": row["labels"]}
     chat = Chat.of_row(row, tokenizer, chat_template)
     text = chat.render(chat.messages)
-    end = _end_of_turn(tokenizer)
+    blocks = empty_blocks(text, chat.messages, reads.tags, chat.render) if masks_blocks else []
+    if not (is_silent or blocks):
+        return {"labels": row["labels"]}
+    end = _end_of_turn(tokenizer) if is_silent else ""
     spans = []
     parts = []
     for at, message in enumerate(chat.messages):
@@ -348,16 +398,16 @@ def _silence(
         if assistant_only and message["role"] != "assistant":
             has_no_loss = True
         if message.get("weight") == 0:
-            start, stop = _span(chat, text, at, end, number)
+            start, stop = _span(chat, text, at, end, number, reads.tags)
             spans.append((start, _next_turn(text, stop)))
         elif message.get("silent_parts") and not has_no_loss:
-            start, stop = _span(chat, text, at, end, number)
+            start, stop = _span(chat, text, at, end, number, reads.tags)
             for first, last, part in message["silent_parts"]:
-                found = _places_of_part(message, text, (start, stop), first, last)
+                found = _places_of_part(message, text, (start, stop), first, last, reads)
                 if found is None:
                     raise refusal("ZR577", row=number, turn=at, part=part)
                 parts += found
-    ids, inside = _tokens_inside(text, spans, tokenizer, parts)
+    ids, inside = _tokens_inside(text, spans, tokenizer, parts, blocks)
     if ids != row["input_ids"]:
         raise ValueError(f"row {number}: its tokens are not those of its text")
     labels = np.where(inside, NO_LOSS, row["labels"])
@@ -365,7 +415,7 @@ def _silence(
 
 
 def _places_of_part(
-    message: Row, text: str, turn: tuple[int, int], first: int, last: int
+    message: Row, text: str, turn: tuple[int, int], first: int, last: int, reads: Reads
 ) -> list[tuple[int, int]] | None:
     """Where characters `first` to `last` of a content stand in the `text`; None where that is not certain.
 
@@ -374,7 +424,8 @@ def _places_of_part(
     """
     content = message.get("content_as_written", message["content"])
     start_of_turn, end_of_turn = turn
-    placed = _placed(content, text[start_of_turn:end_of_turn])
+    tag = reads.tag_pattern
+    placed = _placed(content, text[start_of_turn:end_of_turn], tag)
     if placed is None:
         return None
     found = []
@@ -386,18 +437,19 @@ def _places_of_part(
             continue
         start = at + begin - offset
         stop = at + finish - offset
-        if TAG.search(content[first:begin]):
-            start = TAGS_BEFORE.search(text, 0, start).start()  # a prompt to answer may have them, before the turn
-        if TAG.search(content[finish:last]):
-            stop = TAGS_BEHIND.match(text, stop).end()
+        if re.search(tag, content[first:begin]):
+            tags_before = re.compile(rf"(?:(?:{tag})\s*)*\Z")
+            start = tags_before.search(text, 0, start).start()  # a prompt to answer may have them, before the turn
+        if re.search(tag, content[finish:last]):
+            stop = re.compile(rf"(?:\s*(?:{tag}))*").match(text, stop).end()
         found.append((start, stop))
     return found
 
 
-def _placed(content: str, text: str) -> list[tuple[int, str, int]] | None:
+def _placed(content: str, text: str, tag: str) -> list[tuple[int, str, int]] | None:
     """Pieces of a content as (where it begins there, the piece, where it begins in `text`): one, or those between tags.
 
-    None where a piece is not there, or could be at several places.
+    None where a piece is not there, or could be at several places. `tag`: a regular expression.
     """
     whole = content.strip()
     offset = content.find(whole)
@@ -409,18 +461,18 @@ def _placed(content: str, text: str) -> list[tuple[int, str, int]] | None:
     placed = []
     cursor = 0
     offset = 0
-    for written in TAG.split(content):
+    for written in re.split(tag, content):
         piece = written.strip()
         if piece:
             at = text.find(piece, cursor)
-            follows = TAGS_AND_SPACES.fullmatch(text, cursor, at) is not None
+            follows = re.compile(rf"(?:\s|{tag})*").fullmatch(text, cursor, at) is not None
             if at < 0 or (not follows and text.count(piece, cursor) > 1):
                 return None
             placed.append((content.find(piece, offset), piece, at))
             cursor = at + len(piece)
         offset += len(written)
-        tag = TAG.match(content, offset)
-        offset += len(tag[0]) if tag else 0
+        found = re.compile(tag).match(content, offset)
+        offset += len(found[0]) if found else 0
     return placed
 
 

@@ -28,14 +28,24 @@ from zero_recipes.config.row_lengths import RowLengths
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.trl_arguments import WITHOUT_LAUNCH, trl_arguments
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import Finding, Refusal, downgraded, finding, first_line, ignored_codes, raise_errors
+from zero_recipes.core.findings import (
+    Finding,
+    Refusal,
+    downgraded,
+    finding,
+    first_line,
+    ignored_codes,
+    raise_errors,
+    refusal,
+)
 from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data import as_written, forms, load, masks
 from zero_recipes.data import audit as audits
-from zero_recipes.data.as_written import as_written_findings
+from zero_recipes.data.as_written import compared_as_written
 from zero_recipes.data.audit import NO_KEYS, Audit, RowKeys
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
+from zero_recipes.data.thoughts import DROP, LAST
 from zero_recipes.engine import huggingface
 from zero_recipes.engine.group import once_per_node
 from zero_recipes.engine.huggingface import single_process_env
@@ -63,6 +73,7 @@ class Split(NamedTuple):
     tokenised: Dataset  # whole
     ready: Dataset  # as they are trained on
     audit: Audit
+    thoughts: str = ""  # what became of them, in words
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,7 @@ def _stream(settings: Settings, training_args, tokenizer) -> tuple[load.Rows, Da
 
 
 def _tokenised(rows: load.Rows, tokenizer, settings: Settings, training_args, split: str) -> load.Rows:
-    tokenised = masks.tokenise(rows, tokenizer, training_args, settings.assistant_mask, split)
+    tokenised = masks.tokenise(rows, tokenizer, training_args, RowKeys.of(settings), split)
     return tokenised.select_columns(["input_ids", "labels"])
 
 
@@ -147,13 +158,13 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
         made = {
             "audit": asdict(splits[0].audit),
             "findings": [asdict(finding) for finding in findings],
-            "shown": [recognised(data, splits[0]), shown_rows(data, splits[0], training_args, ours.assistant_mask)],
+            "shown": [recognised(data, splits[0]), shown_rows(data, splits[0], training_args, ours)],
             "data_sha256": data_sha256(splits[0].ready),
             "evaluation_sha256": data_sha256(splits[1].ready) if len(splits) > 1 else None,
         }
         if folder is not None:
             _keep(folder, [split.ready for split in splits], made)
-    samples = with_tokens(data.samples, data.tokenizer, training_args, ours.assistant_mask)
+    samples = with_tokens(data.samples, data.tokenizer, training_args, ours)
     return made | {"folder": folder and str(folder), "samples": [asdict(sample) for sample in samples]}
 
 
@@ -164,7 +175,8 @@ def read_data(settings: Settings, tokenizer: Tokenizer) -> Data:
     load.refuse_turns_without_template(found, tokenizer)
     prompts = rows_to_ask(settings.sample_prompts, evaluation, settings)
     split = settings.dataset_test_split
-    samples = choose_samples(settings.sample_prompts, prompts, settings.dataset_format, tokenizer, split)
+    ours = RowKeys.of(settings)
+    samples = choose_samples(settings.sample_prompts, prompts, settings.dataset_format, tokenizer, split, ours)
     return Data(rows, evaluation, samples, tokenizer, found)
 
 
@@ -235,36 +247,40 @@ def prepare_split(
     """
     with library_error_as_finding(f"tokenizing the rows of {split}"):
         audits.refuse_broken_tokens(rows, tokenizer, split)
+        if ours.thinking in (DROP, LAST) and not masks.has_turns(rows):
+            raise refusal("ZR587", thinking=ours.thinking)
         findings = []
+        thoughts = ""
         if audits.skips_preparation(training_args):
             tokenised = ready = rows
         else:
-            tokenised = masks.tokenise_as_written(rows, tokenizer, training_args, ours.assistant_mask, split)
+            tokenised = masks.tokenise_as_written(rows, tokenizer, training_args, ours, split)
             tokenised, doubled = masks.with_single_markers(rows, tokenised, tokenizer)
             if doubled:
                 markers = " and ".join(dict.fromkeys([str(tokenizer.bos_token), str(tokenizer.eos_token)]))
                 about = {"count": len(doubled), "rows": len(rows), "split": split, "row": doubled[0]}
                 findings.append(finding("ZR530", **about, markers=markers))
-            mask = ours.assistant_mask
-            findings += as_written_findings(rows, tokenised, tokenizer, training_args, split, mask)
+            found, counts = compared_as_written(rows, tokenised, tokenizer, training_args, split, ours)
+            findings += found
+            thoughts = str(counts)
             ready = finish(tokenised, tokenizer, training_args, packing, ours)
     found = audits.audit(rows, tokenised, ready, tokenizer, training_args, ours)
     findings += audits.audit_findings(found, rows, tokenizer, training_args, ours, split, read_as)
-    return Split(rows, tokenised, ready, found), findings
+    return Split(rows, tokenised, ready, found, thoughts), findings
 
 
 def recognised(data: Data, split: Split) -> list[str]:
-    """Say in words what the columns are taken for, and what nothing reads."""
+    """Say in words what the columns are taken for, what nothing reads, and what became of thoughts."""
     lines = [form.description for form in data.forms]
     unread = as_written.unread_by_template(split.rows, data.tokenizer)
     if unread:
         lines.append(f"not read by the chat template: {', '.join(unread)}")
+    if split.thoughts:
+        lines.append(split.thoughts)
     return lines
 
 
-def shown_rows(
-    data: Data, split: Split, training_args, assistant_mask: str | None
-) -> list[tuple[int, list[tuple[str, bool]]]]:
+def shown_rows(data: Data, split: Split, training_args, ours: RowKeys) -> list[tuple[int, list[tuple[str, bool]]]]:
     """Three rows, or of several forms one each, as (number, [(text, whether it has a loss)])."""
     examples = [form.example for form in data.forms if form.example is not None]
     if len(examples) < 2:
@@ -272,7 +288,7 @@ def shown_rows(
     shown = []
     for example in examples:
         row = Dataset.from_list([example], on_mixed_types="use_json")
-        tokenised = masks.tokenise(row, data.tokenizer, training_args, assistant_mask)
+        tokenised = masks.tokenise(row, data.tokenizer, training_args, ours)
         shown += audits.shown_rows(tokenised, data.tokenizer)
     return shown
 
@@ -378,7 +394,7 @@ def _some(rows: Dataset, data: Data, args, packing: bool, ours: RowKeys) -> tupl
     chosen = rows.select(range(0, len(rows), step or 1))
     if audits.skips_preparation(args):
         return chosen, chosen
-    tokenised = masks.tokenise(chosen, data.tokenizer, args, ours.assistant_mask)
+    tokenised = masks.tokenise(chosen, data.tokenizer, args, ours)
     return chosen, finish(tokenised, data.tokenizer, args, packing, ours)
 
 

@@ -14,10 +14,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.library_errors import library_error_as_finding
-from zero_recipes.data.as_read import Reads, messages_as_read
+from zero_recipes.data.as_read import Reads, messages_as_read, without_thinking
+from zero_recipes.data.audit import NO_KEYS, RowKeys
 from zero_recipes.data.forms import alpaca_prompt, alpaca_row, tables, turns_of
 from zero_recipes.data.load import MissingSplit, load_rows
 from zero_recipes.data.masks import Chat, tokenise, without_beginning
+from zero_recipes.data.thoughts import DROP
 from zero_recipes.engine.huggingface import prepare_dataset
 
 
@@ -54,7 +56,12 @@ def rows_to_ask(requested: Any, evaluation, settings: Settings):
 
 
 def choose_samples(
-    requested: Any, eval_rows, dataset_format: str | None, tokenizer: Tokenizer, split: str = "test"
+    requested: Any,
+    eval_rows,
+    dataset_format: str | None,
+    tokenizer: Tokenizer,
+    split: str = "test",
+    ours: RowKeys = NO_KEYS,
 ) -> list[Sample]:
     """The samples of a recipe's `sample_prompts`. Raises Refusal.
 
@@ -83,7 +90,7 @@ def choose_samples(
     samples = []
     for number, row in enumerate(rows):
         with library_error_as_finding(f"making a prompt of row {number} of {source} (sample_prompts)"):
-            samples.append(_sample(form(row), number, tokenizer, source))
+            samples.append(_sample(form(row), number, tokenizer, source, ours.thinking))
     return samples
 
 
@@ -91,7 +98,7 @@ def _prompt_row(wrap: Callable[[str], str], prompt: Any) -> dict[str, str]:
     return {"prompt": wrap(_text(prompt))}
 
 
-def _sample(row: dict[str, Any], number: int, tokenizer: Tokenizer, source: str) -> Sample:
+def _sample(row: dict[str, Any], number: int, tokenizer: Tokenizer, source: str, thinking: str) -> Sample:
     kept = {key: row[key] for key in tables()["kept"] if row.get(key)}
     prompt, completion = _prompt_and_completion(row)
     trained = None
@@ -99,8 +106,11 @@ def _sample(row: dict[str, Any], number: int, tokenizer: Tokenizer, source: str)
         trained = {"prompt": prompt, "completion": completion} | kept
     templated = isinstance(prompt, list)
     if templated:
-        read = messages_as_read(prompt, Reads.of(tokenizer), number)
-        prompt = Chat.of_row({"messages": read} | kept, tokenizer).render(read, to_answer=True)
+        read = messages_as_read(prompt, Reads.of(tokenizer), number, thinking)
+        chat = Chat.of_row({"messages": read} | kept, tokenizer)
+        if thinking == DROP:
+            chat = chat._replace(options=without_thinking(tokenizer) | chat.options)
+        prompt = chat.render(read, to_answer=True)
         completion = completion and completion[-1]["content"]
     else:
         prompt = without_beginning(_text(prompt), tokenizer)
@@ -130,9 +140,7 @@ def _text(value: Any) -> str:
 
 
 @library_error_as_finding("tokenizing the rows of sample_prompts")
-def with_tokens(
-    samples: list[Sample], tokenizer: Tokenizer, training_args, assistant_mask: str | None = None
-) -> list[Sample]:
+def with_tokens(samples: list[Sample], tokenizer: Tokenizer, training_args, ours: RowKeys = NO_KEYS) -> list[Sample]:
     """The samples with the tokens of prompt and answer as a training row has them, truncated as one.
 
     A tokenizer may write a word otherwise at a text's beginning than behind the prompt (SentencePiece's space mark).
@@ -150,7 +158,7 @@ def with_tokens(
                 rows.append(sample.row | {"sample": number})
         if rows:
             asked = Dataset.from_list(rows, on_mixed_types="use_json")
-            tokenised = tokenise(asked, tokenizer, single, assistant_mask, "sample_prompts")
+            tokenised = tokenise(asked, tokenizer, single, ours, "sample_prompts")
             for row in prepare_dataset(tokenised, tokenizer, single, packing=False):
                 found[row["sample"]] = {"ids": tuple(row["input_ids"]), "labels": tuple(row["labels"])}
     return [replace(sample, row=None, **found.get(number, {})) for number, sample in enumerate(samples)]

@@ -4,15 +4,18 @@ A mask has the square of a pack's tokens. It rules flash attention out on CUDA.
 torch's kernel for CPUs also computes the scores that it hides.
 """
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as attend
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 _FIND_ROWS = masking_utils.find_packed_sequence_indices
+FLASH = "flash_attention_of_rows"  # a name that transformers takes for flash attention
 
 
 def has_row_kernel(device: str, precision: str) -> bool:
@@ -39,6 +42,20 @@ def attend_by_row(wanted: bool, told: Collection[str] = ()) -> None:
     AttentionInterface.register("sdpa", _by_row if wanted else sdpa_attention_forward)
     AttentionMaskInterface.register("sdpa", mask if wanted else masking_utils.sdpa_mask)
     masking_utils.find_packed_sequence_indices = _rows_of if wanted else _FIND_ROWS
+    _IN_FORCE.update(wanted=wanted, told=told)
+
+
+_IN_FORCE = {"wanted": False, "told": ()}  # of this process
+
+
+@contextlib.contextmanager
+def tried() -> Iterator[None]:
+    """A block in which `attend_by_row` may be called as one likes: afterwards the process attends as before."""
+    before = dict(_IN_FORCE)
+    try:
+        yield
+    finally:
+        attend_by_row(**before)
 
 
 def _rows_of(position_ids: torch.Tensor) -> torch.Tensor:
@@ -104,3 +121,48 @@ def _by_kernel(query, key, value, boundaries, longest, window, scale) -> torch.T
         *packed, boundaries, boundaries, longest, longest, scale=scale, window_size=seen, enable_gqa=grouped
     )
     return output.unsqueeze(0)
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """The attention that a model computes with, as "sdpa".
+
+    Private: `_attn_implementation` of a configuration.
+    """
+    return model.config._attn_implementation
+
+
+def attend_as_flash(model: PreTrainedModel, forward: Callable[[], Any]) -> None:
+    """Let a model attend on a CPU as with a kernel of flash attention, by what transformers hands to that.
+
+    One with classes of its own for flash attention stays as it is. `forward` runs the model once, to see that.
+    """
+    calls = []
+
+    def within_rows(*arguments: Any, **keywords: Any) -> tuple[torch.Tensor, None]:
+        calls.append(1)
+        return _within_rows(*arguments, **keywords)
+
+    AttentionInterface.register(FLASH, within_rows)
+    AttentionMaskInterface.register(FLASH, masking_utils.flash_attention_mask)
+    before = attention_of(model)
+    model.config._attn_implementation = FLASH
+    forward()
+    if not calls:
+        model.config._attn_implementation = before
+
+
+def _within_rows(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **keywords):
+    """Attention within rows, by the boundaries that transformers takes for flash attention. Windows are left out."""
+    boundaries = keywords.get("cu_seq_lens_q")
+    positions = keywords.get("position_ids")
+    lengths = [query.shape[2]]
+    if boundaries is not None:
+        lengths = boundaries.diff().tolist()
+    elif positions is not None:
+        begins = [*torch.nonzero(positions.flatten() == 0).flatten().tolist(), query.shape[2]]
+        lengths = torch.tensor(begins).diff().tolist()
+    groups = query.shape[1] // key.shape[1]
+    tensors = (query, repeat_kv(key, groups), repeat_kv(value, groups))
+    rows = zip(*[tensor.split(lengths, 2) for tensor in tensors], strict=True)
+    outputs = [attend(*row, scale=scaling, is_causal=True) for row in rows]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None

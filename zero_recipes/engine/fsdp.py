@@ -10,15 +10,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from zero_recipes.engine.faults.fsdp_head_of_an_adapter import norm_of_decoder
+
 
 def has_final_norm(model: PreTrainedModel) -> bool:
-    """Whether accelerate finds the norm that the LM head is gathered with. `model`: without an adapter.
+    """Whether a run finds the norm that the LM head is gathered with. `model`: without an adapter.
 
     Private: `_find_final_norm` (accelerate 1.15, utils/fsdp_utils.py).
     """
     from accelerate.utils import fsdp_utils
 
-    return fsdp_utils._find_final_norm(model) is not None
+    return (fsdp_utils._find_final_norm(model) or norm_of_decoder(model)) is not None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

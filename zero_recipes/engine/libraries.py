@@ -6,6 +6,7 @@ from zero_recipes.engine.faults import (
     fp32_parameters,
     fsdp_head_of_an_adapter,
     group_timeouts,
+    loaded_padding_row,
     new_tokens_need_cuda,
     quantized_gradients,
     stale_releases,
@@ -19,6 +20,7 @@ def patch_libraries(strategy: Strategy, device: str, ddp_timeout: int) -> None:
     `ddp_timeout`: seconds.
     """
     stage = strategy.zero_stage if strategy.is_deepspeed else None
+    loaded_padding_row.apply()
     if device == "cpu":
         cpu_products.multiply_in_fp32()
     if strategy.is_fsdp:

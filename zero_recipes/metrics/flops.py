@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zero_recipes.model.layer_configs import configs_of_layers
+
 if TYPE_CHECKING:
     import torch
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configs of transformers
-ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # by the kind of a layer
 
 
@@ -61,10 +63,15 @@ def model_flops(
     """
     import torch  # a plan need not wait for it
 
+    from zero_recipes.model.towers import is_within, tower_names
+
     config = model.config.get_text_config()
     experts, active = active_experts(config)
     weights = trained = 0.0
+    towers = tower_names(model)
     for name, module in model.named_modules():
+        if is_within(name, towers):  # text never reaches them
+            continue
         if isinstance(module, torch.nn.Embedding) or ".original_module" in name:  # PEFT trains a copy of the latter
             continue
         share = 1.0  # of the weights, that a token goes through
@@ -99,20 +106,26 @@ def _first_of(config, names: Iterable[str]) -> int | None:
 
 def _attention(config) -> dict[int | None, int]:
     """Layers without a square (state spaces, linear attention) have none."""
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        return {}
-    plain = getattr(config, "head_dim", None) or config.hidden_size // heads
-    of_queries = getattr(config, "qk_head_dim", None) or plain
-    of_values = getattr(config, "v_head_dim", None) or plain
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        alike = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-        kinds = [alike] * config.num_hidden_layers
     found = {}
-    for kind in kinds:
+    kinds = getattr(config, "layer_types", None)
+    for number, layer in enumerate(configs_of_layers(config)):
+        heads = getattr(layer, "num_attention_heads", None)
+        if not heads:
+            continue
+        kind = kinds[number] if kinds else _kind_of(layer)
         if kind.endswith("attention") and not kind.startswith("linear"):
             key = WINDOWS.get(kind)
-            window = getattr(config, key, None) if key else None
-            found[window] = found.get(window, 0) + heads * (of_queries + of_values)
+            window = getattr(layer, key, None) if key else None
+            found[window] = found.get(window, 0) + heads * sum(_head_widths(layer, heads))
     return found
+
+
+def _kind_of(layer: Any) -> str:
+    """The kind of a layer whose model does not list them."""
+    return "sliding_attention" if getattr(layer, "sliding_window", None) else "full_attention"
+
+
+def _head_widths(layer: Any, heads: int) -> tuple[int, int]:
+    """Of queries and of values: they differ in latent attention."""
+    plain = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return getattr(layer, "qk_head_dim", None) or plain, getattr(layer, "v_head_dim", None) or plain

@@ -9,6 +9,7 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.library_errors import library_error_as_finding
 
+ALL_LINEAR = "all-linear"  # PEFT 0.21, utils/constants.py
 # entries of a config.json that say nothing of the model
 NOTES = ("transformers_version", "_name_or_path", "_commit_hash")
 
@@ -57,6 +58,12 @@ def adapter_config(settings: Settings, has_weights: bool = False) -> Any:
     if not has_weights:
         own.pop("init_lora_weights", None)
     return peft.get_peft_config(values | own)
+
+
+def takes_all_linear(adapter: Any) -> bool:
+    """Whether an adapter's configuration asks for every linear layer, by PEFT's word for it."""
+    targets = adapter.target_modules
+    return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
 
 def loading_keywords(settings: Settings) -> dict[str, Any]:

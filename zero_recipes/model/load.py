@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import finding, raise_errors, refusal
@@ -20,6 +20,7 @@ from zero_recipes.engine.faults.unfrozen_parameters import freeze_as_the_class_d
 from zero_recipes.engine.huggingface import dtypes_of_the_file, other_attention, without_deepspeed_announcement
 from zero_recipes.model.build import build_on_meta, from_config, from_pretrained
 from zero_recipes.model.config import loading_keywords, quantization_of
+from zero_recipes.model.towers import auto_class
 
 # what transformers reports of a load, and what it would have done about it
 KEY_PROBLEMS = {
@@ -49,7 +50,7 @@ def report_of_folder(folder: Path, config: PretrainedConfig, trust_remote_code: 
     No weight is read, nor the folder's own config.json.
     """
     with without_deepspeed_announcement():  # one rank alone may look
-        _, report = AutoModelForCausalLM.from_pretrained(
+        _, report = auto_class(config).from_pretrained(
             folder,
             config=copy.deepcopy(config),
             device_map="meta",

@@ -5,6 +5,7 @@ from collections import Counter
 import torch
 
 from zero_recipes.engine.deepspeed import packed_weights, whole_size
+from zero_recipes.model.towers import is_within, tower_names
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
@@ -36,8 +37,15 @@ def trained_parts(model: torch.nn.Module) -> str:
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if not frozen:
         return f"all {total:,} parameters"
-    kinds = Counter(".".join(name.split(".")[-2:]) for name in frozen)
-    return f"{counts}, all but {_counted(kinds)}"
+    towers = tower_names(model)
+    others = [name for name in frozen if not is_within(name, towers)]
+    left_out = []
+    if len(others) < len(frozen):
+        names = ", ".join(tower.rpartition(".")[2] for tower in towers)
+        left_out.append(f"{names} (text never reaches them)")
+    if others:
+        left_out.append(_counted(Counter(".".join(name.split(".")[-2:]) for name in others)))
+    return f"{counts}, all but {'; '.join(left_out)}"
 
 
 def _wrappers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -21,6 +21,7 @@ from zero_recipes.config.trl_arguments import ONE_PROCESS, trl_arguments
 from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.core.folder_lock import held
 from zero_recipes.core.library_errors import library_error_as_finding
+from zero_recipes.data.audit import RowKeys
 from zero_recipes.data.load import PADDING_TOKENS, read_tokenizer
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.engine.speed.cpu_products import multiply_in_fp32
@@ -200,10 +201,12 @@ def read_questions(target: Target, tokenizer: Tokenizer) -> list[Sample]:
     training_args = trl_arguments(settings, target.recipe.path).training
     prompts = settings.sample_prompts
     rows = rows_to_ask(prompts, None, settings)
-    samples = choose_samples(prompts, rows, settings.dataset_format, tokenizer, settings.dataset_test_split)
+    split = settings.dataset_test_split
+    ours = RowKeys.of(settings)
+    samples = choose_samples(prompts, rows, settings.dataset_format, tokenizer, split, ours)
     if not samples:
         raise refusal("ZR570", folder=target.folder)
-    return with_tokens(samples, tokenizer, training_args, settings.assistant_mask)
+    return with_tokens(samples, tokenizer, training_args, ours)
 
 
 def answers_of_both(

@@ -114,8 +114,9 @@ def data_findings(run) -> list:
     if is_whole:
         evaluation = splits[1].ready if len(splits) > 1 else None
         findings += audit.left_out_findings(train.ready, evaluation, settings, run.strategy.replicas)
+    ours = audit.RowKeys.of(settings)
     with collected(findings):
-        with_tokens(data.samples, data.tokenizer, training_args, settings.assistant_mask)
+        with_tokens(data.samples, data.tokenizer, training_args, ours)
         refuse_unknown_tokens(run.config, settings, train.audit.largest_id)
     for line in prepare.recognised(data, train):
         print(f"recognized    {line}")
@@ -123,5 +124,5 @@ def data_findings(run) -> list:
     findings += length_findings(run, train.audit, sequences)
     print(train.audit)
     print(length_described(settings, run.strategy, sequences and train.audit.trained, sequences))
-    audit.show_rows(prepare.shown_rows(data, train, training_args, settings.assistant_mask), terminal())
+    audit.show_rows(prepare.shown_rows(data, train, training_args, ours), terminal())
     return downgraded(findings, ignored_codes(settings.ignore))

@@ -7,6 +7,7 @@ Each GGUF file's answers are compared with transformers'.
 import argparse
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from zero_recipes.core.folder_lock import LOCK, held
 from zero_recipes.core.run_end import RunFailed
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
+from zero_recipes.model.towers import auto_class, processor_files
 from zero_recipes.tools import ask, losses
 from zero_recipes.training.card import write_card
 
@@ -89,6 +91,8 @@ def _export_into(out: Path, arguments: argparse.Namespace, target: ask.Target) -
     _untie_what_differs(model)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    for file in _processor_files(model, target):
+        shutil.copy(file, out)
     compare_with_class(out, arguments.trust_remote_code)
     write_checksums(out)
     if (target.folder / schema.FILE).is_file():
@@ -102,6 +106,14 @@ def _export_into(out: Path, arguments: argparse.Namespace, target: ask.Target) -
     if files:
         _compare(files, answers_of(out, tokenizer, prompts), tokenizer.bos_token)
     return 0
+
+
+def _processor_files(model: Any, target: ask.Target) -> list[Path]:
+    """Those of the run's folder, else those of its base. A run of an earlier version has copied none."""
+    own = processor_files(model.config, str(target.folder))
+    if own or target.base is None:
+        return own
+    return processor_files(model.config, target.base)
 
 
 def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:
@@ -137,7 +149,7 @@ def _compare_losses(
     Raises NotExported if they differ, unless the user has chosen to merge into other weights than were trained on.
     """
     trust = target.settings.trust_remote_code
-    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto", trust_remote_code=trust).eval()
+    model = _read_again(out, "auto", trust)
     loss = losses.mean_loss(model, tokenizer, rows)
     shown = f"{expected:.4f} of the run's model, {loss:.4f} of {out.name} ({loss - expected:+.4f})"
     print(f"loss on {len(rows.samples)} rows of {rows.source}: {shown}", flush=True)
@@ -148,6 +160,12 @@ def _compare_losses(
     else:
         losses_differ = f"its loss is {loss:.4f}, and that of the run's model {expected:.4f}"
         raise NotExported(f"{out} is not to be used: {losses_differ}.")
+
+
+def _read_again(out: Path, dtype: Any, trust_remote_code: bool = False) -> Any:
+    """The model in `out`, as anybody would load it."""
+    config = transformers.AutoConfig.from_pretrained(out, trust_remote_code=trust_remote_code)
+    return auto_class(config).from_pretrained(out, dtype=dtype, trust_remote_code=trust_remote_code).eval()
 
 
 def _agree_on_the_end(model: Any, tokenizer: Any, target: ask.Target) -> None:
@@ -199,7 +217,7 @@ def _convert(llama_cpp: Path, kind: str, out: Path) -> Path:
 
 def answers_of(out: Path, tokenizer: Any, prompts: list[str]) -> dict[str, list[int]]:
     """What transformers answers in fp32: {prompt: greedy tokens}."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    model = _read_again(out, torch.float32)
     found = {}
     for prompt in prompts:
         has_start = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.trl_arguments import trl_arguments
+from zero_recipes.data.audit import RowKeys
 from zero_recipes.data.forms import Rows
 from zero_recipes.data.load import load_rows
 from zero_recipes.data.samples import Sample, choose_samples, with_tokens
@@ -55,11 +56,12 @@ def _offline() -> Iterator[None]:
 def _of_split(settings: Settings, path: Path, tokenizer: Tokenizer) -> list[Sample]:
     """The first rows of dataset_train_split that have a loss; empty where they are not on this machine."""
     split = settings.dataset_train_split
+    ours = RowKeys.of(settings)
     try:
         rows: Rows = load_rows(settings.replace(eval_strategy="no"))[0]
-        samples = choose_samples(ROWS, rows, settings.dataset_format, tokenizer, split)
+        samples = choose_samples(ROWS, rows, settings.dataset_format, tokenizer, split, ours)
         training_args = trl_arguments(settings, path).training
-        samples = with_tokens(samples, tokenizer, training_args, settings.assistant_mask)
+        samples = with_tokens(samples, tokenizer, training_args, ours)
     except Exception:  # readers of a dozen formats: other rows take their place
         return []
     return [sample for sample in samples if _has_loss(sample)]

@@ -17,6 +17,7 @@ from zero_recipes.core.tables import plain, print_texts, terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.engine import fsdp
 from zero_recipes.engine.faults.trace_of_generation import forget_trace_of_generation
+from zero_recipes.engine.faults.weights_read_in_generation import gather_where_read
 from zero_recipes.metrics.read_runs import SampleRow, mean_scores, metric_errors, question, short
 from zero_recipes.metrics.scores import scores_of
 
@@ -125,6 +126,7 @@ def answer(
     was_training = model.training
     model.eval()
     answered = []
+    gather_where_read(model, is_answering=True)
     for start in range(0, share, batch):
         before_batch()
         chosen = mine[start : start + batch]
@@ -132,6 +134,7 @@ def answer(
         texts = generate_texts(model, tokenizer, part, max_new_tokens, device)
         losses = reference_losses(model, tokenizer, part, device)
         answered += list(zip(chosen, texts, losses, strict=True))
+    gather_where_read(model, is_answering=False)
     model.train(was_training)
     forget_trace_of_generation(trainer.model_wrapped)
     fsdp.reshard_model(trainer.model)

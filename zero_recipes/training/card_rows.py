@@ -32,6 +32,8 @@ def facts_of(run: Metrics, adapter: Mapping[str, Any]) -> list[tuple[str, str]]:
         trained = f"{run.trainable_parameters:,} trainable parameters"
         facts.append(("LoRA", f"rank {adapter['r']}, alpha {adapter['lora_alpha']}; {trained}"))
     parameters = f"{run.parameters:,}" if run.parameters else ""
+    if not adapter and run.trainable_parameters and run.trainable_parameters != run.parameters:
+        parameters += f", {run.trainable_parameters:,} of them trained"
     facts.append(("Parameters", f"{parameters}, computed in {run.precision}"))
     machine = f"{run.strategy} on {run.world_size} x {run.device}"
     processor = (run.hardware or {}).get("cpu")

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -18,6 +19,7 @@ from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.scores import load_metrics
 from zero_recipes.model.config import config_of_file
 from zero_recipes.model.load import loaded_values
+from zero_recipes.model.towers import has_text_part, processor_files
 from zero_recipes.training.divergence import StopAtDivergence, StopWithoutProgress
 from zero_recipes.training.inputs import Inputs
 
@@ -39,6 +41,7 @@ class Extras:
         manifest_facts: what the manifest of a checkpoint keeps of the recipe and its rows.
         loaded_values: of a model, read again from its files: (parameter, values) of each.
         building: a context around TRL's own constructor.
+        processor_files: copied beside each saved tokenizer.
     """
 
     clock: PhaseClock = field(default_factory=PhaseClock)
@@ -53,6 +56,7 @@ class Extras:
     manifest_facts: Mapping[str, Any] = field(default_factory=dict)
     loaded_values: Callable | None = None
     building: Callable = contextlib.nullcontext
+    processor_files: Sequence[Path] = ()
 
 
 def extras_of(run: Run, inputs: Inputs, clock: PhaseClock) -> Extras:
@@ -65,6 +69,7 @@ def extras_of(run: Run, inputs: Inputs, clock: PhaseClock) -> Extras:
         "data_sha256": inputs.data.data_sha256,
         "evaluation_sha256": inputs.data.evaluation_sha256,
         "model_config": config_of_file(settings),
+        "leaves_towers": has_text_part(run.config),
     }
     return Extras(
         clock=clock,
@@ -79,6 +84,7 @@ def extras_of(run: Run, inputs: Inputs, clock: PhaseClock) -> Extras:
         manifest_facts=facts,
         loaded_values=functools.partial(loaded_values, config=run.config, settings=settings),
         building=functools.partial(rows_are_cut, inputs.arguments),
+        processor_files=processor_files(run.config, settings.model_name_or_path, settings.model_revision),
     )
 
 

@@ -12,7 +12,6 @@ from trl import SFTConfig
 from zero_recipes.checkpoint.compatibility import refuse_other_data
 from zero_recipes.checks.deepspeed_objects import resolved_ds_config
 from zero_recipes.checks.predicted import planning
-from zero_recipes.checks.rules import told_where_rows_begin
 from zero_recipes.checks.schedule import length_findings
 from zero_recipes.config.run import Run
 from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
@@ -21,7 +20,12 @@ from zero_recipes.core.process import PhaseClock
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
 from zero_recipes.engine import attention
-from zero_recipes.engine.faults import compiled_at_stage_3, fsdp_on_cpu, fsdp_rounded_loss
+from zero_recipes.engine.faults import (
+    compiled_at_stage_3,
+    fsdp_on_cpu,
+    fsdp_rounded_loss,
+    fused_head_of_another_form,
+)
 from zero_recipes.engine.group import once, once_per_node
 from zero_recipes.engine.huggingface import attention_name
 from zero_recipes.engine.libraries import patch_libraries
@@ -30,7 +34,10 @@ from zero_recipes.engine.speed.cudnn_plans import allow_cudnn
 from zero_recipes.metrics.schema import PredictedMetrics
 from zero_recipes.model import load
 from zero_recipes.model.config import adapter_config
+from zero_recipes.model.fused_head import fused_head_fits
+from zero_recipes.model.packed import packed_rows
 from zero_recipes.model.positions import refuse_unknown_tokens
+from zero_recipes.model.towers import spare_towers
 from zero_recipes.training.card import hub
 from zero_recipes.training.token_loss import share_sequences
 
@@ -51,7 +58,7 @@ def prepare_inputs(run: Run, clock: PhaseClock) -> Inputs:
     """Set up the libraries for a run, and make what its trainer is given. Collective. Raises Refusal on all ranks."""
     settings = run.settings
     arguments = run.trl_arguments().training
-    peft_config = adapter_config(settings, has_weights=True)
+    peft_config = spare_towers(adapter_config(settings, has_weights=True), run.meta.model)
     _set_up_libraries(run, arguments)
     with clock.phase("model"):
         once_per_node(partial(load.refuse_other_keys, run.config, settings), "reads the names of the model's tensors")
@@ -84,7 +91,10 @@ def _set_up_libraries(run: Run, arguments: SFTConfig) -> None:
     patch_libraries(run.strategy, run.device, settings.ddp_timeout)
     supervised_positions.apply(settings.supervised_logits_only)
     allow_cudnn(run.device, settings.cudnn_attention)
-    attention.attend_by_row(by_row, told_where_rows_begin())
+    told = packed_rows(run.config, settings).told if by_row else ()
+    attention.attend_by_row(by_row, told)
+    fits = fused_head_fits(run.config, settings.trust_remote_code)
+    fused_head_of_another_form.apply(fits is not False)
     share_sequences(arguments, run.strategy.sequence_parallel, attention_name(settings.attn_implementation))
     if "logging_nan_inf_filter" not in run.explicit:
         arguments.logging_nan_inf_filter = False  # it waits for the loss of each micro batch

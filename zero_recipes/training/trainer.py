@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import shutil
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -21,6 +22,7 @@ from zero_recipes.core.run_end import Preempted
 from zero_recipes.engine.faults import (
     adapter_loaded_in_fp32,
     failed_shards,
+    fsdp_absent_layers,
     fsdp_saved_names,
     renamed_weights,
     stage_3_one_dtype,
@@ -81,6 +83,7 @@ class ZeroSFTTrainer(TokenWeightedTrainer):
         """
         if run.strategy.is_fsdp:
             fsdp_saved_names.keep_names_of_the_file(model)
+            fsdp_absent_layers.name_layers_at_hand(model)
         return cls(
             model=model,
             args=inputs.arguments,
@@ -358,6 +361,8 @@ class ZeroSFTTrainer(TokenWeightedTrainer):
                 super()._save(output_dir, tied_weights_saved_twice.without_aliases(self.model, state_dict))
         finally:
             self.args.hub_token = token
+        for file in self.extras.processor_files:
+            shutil.copy(file, output_dir or self.args.output_dir)
 
     def save_verified(self, trust_remote_code: bool = False) -> str:
         """Save the model into args.output_dir, read it again, and write its checksums. Collective.

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.config.ds_config import read_json_mapping
+from zero_recipes.data.thoughts import DROP, KEEP, MASK_EMPTY
 from zero_recipes.tools.imports.datasets import entry_of, message_columns, remark_other_roles
 from zero_recipes.tools.imports.draft import Draft
 from zero_recipes.tools.imports.models import Factory, FactoryDataset, table, validated
@@ -21,6 +22,7 @@ def put_llama_factory(draft: Draft, file: Factory) -> None:
     else:
         draft.put(None, "always in LLaMA-Factory", dataset_format="chat")
         put_template(draft, "template", file.template, "turn")
+        _thinking(draft, file)
     _adapter(draft, file)
     _data(draft, file)
     put_sharding(draft, file.deepspeed)
@@ -33,6 +35,17 @@ def _pretraining(draft: Draft) -> None:
     if draft.theirs.get("packing") is not False:
         draft.put("packing", "stage pt", packing=True)
         draft.changes("packing", "packed texts attend only to themselves, and none is continued in the next pack")
+
+
+def _thinking(draft: Draft, file: Factory) -> None:
+    """By enable_thinking: true trains empty blocks of thoughts, null does not, false removes the thoughts too."""
+    key = "enable_thinking"
+    parts = table("templates")["LLaMA-Factory"].get(file.template, {"think": "maybe: the tokenizer's own template"})
+    if key in draft.order:  # also where it is null
+        thinking = {True: KEEP, False: DROP, None: MASK_EMPTY}[file.enable_thinking]
+        draft.put(key, key, thinking=thinking)
+    elif "think" in parts:
+        draft.put(None, "LLaMA-Factory's default, enable_thinking: true", thinking=KEEP)
 
 
 def _adapter(draft: Draft, file: Factory) -> None:

@@ -140,6 +140,7 @@ class Factory(Theirs):
     dataset: str | list[str] | None = None
     dataset_dir: str | dict[str, Any] | None = None
     max_samples: Whole | None = None
+    enable_thinking: bool | None = None
     deepspeed: str | dict[str, Any] | None = None
     fsdp: bool | str | list[str] | None = None
     load_in_8bit: bool | None = None

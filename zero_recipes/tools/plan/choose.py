@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zero_recipes.checks.capacity import LITTLE
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.gpus import Gpu
@@ -22,6 +23,7 @@ from zero_recipes.tools.plan.job import (
     why_not,
 )
 from zero_recipes.tools.plan.predict import Fit, Predict, fit_of
+from zero_recipes.tools.plan.shape import shape_of
 
 MOST_SEQUENCES = 4096  # a micro batch beyond it gains nothing
 LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
@@ -316,12 +318,19 @@ def lighter(request: PlanRequest, advice: Recommendation, predict: Predict, gues
     for name, values in LIGHTER.items():
         if settings.load_in_4bit or settings.load_in_8bit or (name == "LoRA" and settings.use_peft):
             continue  # as the recipe is, or lighter
+        if name == "QLoRA" and _packs_little(advice.rows[0].job):
+            continue  # ZR474, ZR481
         with suppress(Refusal):  # LoRA without target modules for this architecture
             jobs = [_trained_otherwise(row.job, request.strategies, **values) for row in advice.rows]
             guessed = [make_row(request, job, guess) for job in jobs]
             best = recommend(guessed, request.gpu).chosen or max(guessed, key=lambda row: row.fit.margin)
             found[name] = make_row(request, best.job, predict)
     return found
+
+
+def _packs_little(job: Job) -> bool:
+    """Whether 4 bits leave most of a model as it is: a mixture's experts, or linear layers of its own."""
+    return shape_of(job.config, job.settings.replace(use_peft=False)).packed_share < LITTLE
 
 
 def better(request: PlanRequest, chosen: Row, others: Sequence[Row], predict: Predict, guess: Predict) -> Row | None:

@@ -153,7 +153,11 @@ class Sizes:
     @property
     def gathered(self) -> float:
         """Bytes in one step, for forward and backward."""
-        return 2 * self.passes * self.stored(self.width)
+        return 2 * self.passes * self._reached()
+
+    def _reached(self) -> float:
+        """Bytes of the weights that a row of text goes through."""
+        return self.stored(self.width) - self.width * self.shape.unreached
 
     def _terms(self) -> Terms:
         if self.has_engine:
@@ -178,7 +182,7 @@ class Sizes:
         ends = self._ends()
         heads = 1 if self.settings.use_peft else 2
         in_layers = self._in_layers()
-        layer = (self.stored(width) - width * ends + width * in_layers) / shape.layers
+        layer = (self._reached() - width * ends + width * in_layers) / shape.layers
         params = self.stored(self.loaded, self.trained) / self.ranks + self.scales
         return Terms(
             ModelState(params, gradients, 2 * shard),
@@ -281,7 +285,7 @@ class Sizes:
             live = max(number_in(zero.zero, "stage3_max_live_parameters", DEFAULT_LIVE), self.shape.embedding)
             if self.job.keeps_gathered:
                 live = self.shape.parameters
-            return bucket + min(self.stored(self.width) / self.width, live)
+            return bucket + min(self._reached() / self.width, live)
         if zero.stage in (1, 2):
             if zero.zero.get(COPIES) is False:
                 return 0

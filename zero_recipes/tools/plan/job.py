@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, Self
 
 import yaml
@@ -476,8 +476,27 @@ def warned(job: Job) -> bool:
     from zero_recipes.checks.rules import packing
     from zero_recipes.model.meta import MetaModel
 
-    run = replace(_run_of(job), meta=MetaModel(SimpleNamespace(**job.config), job.settings))
+    run = replace(_run_of(job), meta=MetaModel(_configuration(job), job.settings))
     return any(found.code == "ZR464" for found in packing(run))
+
+
+def packs_under_mask(job: Job) -> bool:
+    """Whether packed rows of a job are computed under a mask."""
+    if job.settings.joined_by is None:
+        return False
+    if job.device != "gpu":
+        return True
+    from zero_recipes.checks.rules import packs_without_mask
+
+    precision = job.zero.autocast or job.settings.precision  # without DeepSpeed, or by its torch_autocast
+    return not packs_without_mask(job.settings, precision, _configuration(job))
+
+
+def _configuration(job: Job) -> Any:
+    """The model's configuration, as an object of transformers'."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**job.config)
 
 
 def why_not(job: Job) -> str | None:

@@ -8,8 +8,10 @@ from typing import Any
 
 from zero_recipes.checks import capacity
 from zero_recipes.config.settings import Settings
+from zero_recipes.core.findings import raise_errors
 from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.metrics.flops import ModelFlops, active_experts, model_flops
+from zero_recipes.model.layer_configs import configs_of_layers
 from zero_recipes.tools.plan.cache import cached
 
 LORA_KEYS = ("use_peft", "use_rslora", "use_dora", "peft_config")  # beside lora_*
@@ -29,6 +31,7 @@ class Shape:
     parameters: int
     trainable: int
     multiplied: int  # those in matrix products: all but the embedding's rows
+    unreached: int  # those of a composite model that text never reaches: on each GPU, and never gathered
     packed: int  # those that bitsandbytes would pack
     adapted: float  # inputs of one layer's adapters
     layers: int
@@ -43,6 +46,12 @@ class Shape:
     dtype: str  # of the weights' file
     flops: ModelFlops
     decoder_layers: Sequence[str]  # their classes
+
+    @property
+    def packed_share(self) -> float:
+        """The share of the layers' weights that bitsandbytes packs, 0 to 1, as that of model/meta.py; of no adapter."""
+        ends = self.parameters - self.multiplied + self.embedding
+        return self.packed / (self.parameters - ends)
 
 
 @lru_cache(maxsize=64)
@@ -60,9 +69,11 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
     from peft import get_peft_model
     from transformers import AutoConfig
 
+    from zero_recipes.checks.adapter_targets import refused_targets
     from zero_recipes.model.build import build_on_meta
     from zero_recipes.model.config import adapter_config
     from zero_recipes.model.meta import decoder_layers, packed_elements
+    from zero_recipes.model.towers import is_within, spare_towers, tower_names
 
     with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
         config = AutoConfig.for_model(**raw)
@@ -71,12 +82,20 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
         kinds = decoder_layers(model)
         packed = packed_elements(model)
         is_tied = model.get_output_embeddings().weight is embedding
-        peft_config = adapter_config(Settings(dict(lora)))
+        towers = tower_names(model)
+        unreached = sum(p.numel() for name, p in model.named_parameters() if is_within(name, towers))
+        settings = Settings(dict(lora))
+        peft_config = spare_towers(adapter_config(settings), model)
         if peft_config is not None:
-            model = get_peft_model(model, peft_config)
+            try:
+                model = get_peft_model(model, peft_config)
+            except ValueError:
+                raise_errors(list(refused_targets(build_on_meta(config), settings)))
+                raise
     fields = _counts(model) | _widths(config.get_text_config())
     fields["multiplied"] = fields["parameters"] - (0 if is_tied else embedding.numel())
     fields["packed"] = packed
+    fields["unreached"] = unreached
     fields["decoder_layers"] = kinds
     fields["adapted"] /= fields["layers"]
     fields["dtype"] = str(config.dtype or "float32").removeprefix("torch.")
@@ -106,23 +125,32 @@ def _counts(model: Any) -> dict[str, Any]:
 
 
 def _widths(text: Any) -> dict[str, int]:
-    def value(name: str, default: int) -> int:
-        return getattr(text, name, None) or default
+    """Those of the widest layer, where they differ."""
+    layers = configs_of_layers(text)
+    of_layers = [_widths_of_layer(layer) for layer in layers]
+    widest = {name: max(widths[name] for widths in of_layers) for name in of_layers[0]}
+    return widest | {
+        "layers": len(layers),
+        "hidden": text.hidden_size,
+        "embedding": text.vocab_size * text.hidden_size,
+        "positions": getattr(text, "max_position_embeddings", 0),
+    }
 
-    hidden = text.hidden_size
+
+def _widths_of_layer(layer: Any) -> dict[str, int]:
+    def value(name: str, default: int) -> int:
+        return getattr(layer, name, None) or default
+
+    hidden = layer.hidden_size
     heads = value("num_attention_heads", 1)  # Mamba has none
-    head_width = value("head_dim", hidden // heads)
+    head_width = value("qk_head_dim", value("head_dim", hidden // heads))  # the former in latent attention
     ffn = value("intermediate_size", value("n_inner", 4 * hidden))
-    experts, active = active_experts(text)
+    experts, active = active_experts(layer)
     if experts:
         ffn = active * value("moe_intermediate_size", ffn)
     return {
-        "layers": text.num_hidden_layers,
-        "hidden": hidden,
         "heads": heads,
         "query_width": heads * head_width,
         "kv_width": value("num_key_value_heads", heads) * head_width,
         "ffn": ffn,
-        "embedding": text.vocab_size * hidden,
-        "positions": getattr(text, "max_position_embeddings", 0),
     }

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
-from transformers import AutoModelForCausalLM, Trainer, get_scheduler
+from transformers import Trainer, get_scheduler
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.trl_arguments import WITHOUT_LAUNCH, trl_arguments
-from zero_recipes.model.config import adapter_config
+from zero_recipes.model.config import adapter_config, load_config
+from zero_recipes.model.towers import auto_class, freeze_towers, spare_towers
 from zero_recipes.tools.rehearse import observed
 
 # How far apart fp32 sums in another order may come, as shares. Another optimizer, or gradients that are not summed over
@@ -125,14 +126,16 @@ def compare(folder: Path, settings: Settings, recipe: Path) -> Equal | Differenc
 
 def plain_model(settings: Settings) -> torch.nn.Module:
     """The recipe's model by transformers and PEFT alone, in fp32, in training mode."""
-    model = AutoModelForCausalLM.from_pretrained(
+    config = load_config(settings)
+    model = auto_class(config).from_pretrained(
         settings.model_name_or_path,
         dtype=torch.float32,
         attn_implementation=settings.attn_implementation,
         trust_remote_code=settings.trust_remote_code,
     )
     model.config.use_cache = False
-    adapter = adapter_config(settings)
+    freeze_towers(model)
+    adapter = spare_towers(adapter_config(settings), model)
     if adapter is not None:
         import peft
 

@@ -3,7 +3,7 @@
     python -m zero_recipes.tools.plan.simulator.parent DEVICE
 
 The process imports the libraries and stays.
-It reads lines [how many at once, [{"job", "rank"}]], and prints a line for each task: its number, its answer.
+It reads lines [how many at once, [{"job", "rank", "masked"}]], and prints a line for each task: its number, its answer.
 """
 
 import json
@@ -74,6 +74,8 @@ def simulate(
 
     Returns the error of one that fails, or is late by time.monotonic(), in its prediction's place.
     """
+    from zero_recipes.tools.plan.job import packs_under_mask  # not needed to be the process
+
     tasks = []  # (a job's index, its rank, the job to simulate)
     for index, job in enumerate(jobs):
         own = _own_sequences(job)
@@ -84,7 +86,8 @@ def simulate(
     waiting = Counter(index for index, _, _ in tasks)
     answers = {}  # {(a job's index, its rank): {number of a task: its answer}}
     found = {}
-    asked = [{"job": simulated.as_dict(), "rank": rank} for _, rank, simulated in tasks]
+    masked = [packs_under_mask(job) for job in jobs]  # found here: in a simulation it would count as the job's memory
+    asked = [{"job": simulated.as_dict(), "rank": rank, "masked": masked[index]} for index, rank, simulated in tasks]
     progress = track(_answers(asked, deadline), "simulating", len(tasks), console=terminal(stderr=True), transient=True)
     for number, answer in progress:
         index, rank, _ = tasks[number]

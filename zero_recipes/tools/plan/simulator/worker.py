@@ -24,11 +24,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import AutoConfig, PreTrainedTokenizerFast, TrainerCallback
 from transformers.modeling_utils import set_zero3_state
 from trl import SFTTrainer, get_quantization_config
 
-from zero_recipes.checks.rules import packs_without_mask
 from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.config.trl_arguments import trl_arguments
 from zero_recipes.core.findings import first_line
@@ -37,6 +36,7 @@ from zero_recipes.engine.deepspeed import base_optimizer, gradient_tensors, opti
 from zero_recipes.engine.faults import adapters_rounded_at_stage_3
 from zero_recipes.engine.faults.four_bit_on_cpu import keep_4bit_layout
 from zero_recipes.engine.faults.leaf_modules_of_adapters import let_inputs_have_gradients
+from zero_recipes.engine.faults.stage_3_one_dtype import one_dtype_of_what_trains
 from zero_recipes.engine.huggingface import rows_are_cut
 from zero_recipes.engine.speed import norms
 from zero_recipes.engine.warnings import quieten
@@ -44,6 +44,7 @@ from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
 from zero_recipes.model.config import adapter_config
 from zero_recipes.model.meta import size_of
+from zero_recipes.model.towers import auto_class, freeze_towers, spare_towers
 from zero_recipes.model.trained import parameter_counts
 from zero_recipes.tools.plan.job import Job
 from zero_recipes.tools.plan.simulator import device, stand_ins
@@ -91,7 +92,7 @@ def run(task: dict, answer: TextIO) -> NoReturn:
             job = job.changed(fp16=False, bf16=True)
         _start_group(job, task["rank"])
         with tempfile.TemporaryDirectory() as folder:
-            found = train_two_steps(job, folder)
+            found = train_two_steps(job, folder, task["masked"])
     except BaseException as error:  # the parent must hear of it
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {first_line(error)}"}
@@ -121,8 +122,11 @@ def _start_group(job: Job, rank: int) -> None:
         deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
 
 
-def train_two_steps(job: Job, folder: str) -> dict:
-    """Train two steps of a run that is built as run_sft.py builds it. Returns what a prediction is made of."""
+def train_two_steps(job: Job, folder: str, masked: bool) -> dict:
+    """Train two steps of a run that is built as run_sft.py builds it. Returns what a prediction is made of.
+
+    `masked`: whether packed rows are computed under a mask.
+    """
     quieten()
     settings = job.settings.replace(**LEFT_OUT, max_steps=STEPS, output_dir=folder, deepspeed=job.ds_config)
     settings = settings.replace(gradient_accumulation_steps=min(job.settings.gradient_accumulation_steps, 2))
@@ -138,7 +142,6 @@ def train_two_steps(job: Job, folder: str) -> dict:
     in_one = training_args.packing or training_args.padding_free
     full_rows = training_args.per_device_train_batch_size == 1 or in_one
     casts = job.zero.autocast or job.settings.precision  # without DeepSpeed, or by its torch_autocast
-    masked = in_one and not (on_gpu and packs_without_mask(job.settings, casts, job.config["model_type"]))
     stand_ins.replace_parts_of_libraries(on_gpu, full_rows, masked, host)
     if on_gpu and casts != "fp32":
         stand_ins.set_up_autocast(torch.bfloat16 if casts == "bf16" else torch.float16)
@@ -176,13 +179,16 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
     count = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
     rows = _rows(training_args.max_length, count * job.world_size)
     with rows_are_cut(training_args):  # without max_length
-        return WatchedSFTTrainer(
+        trainer = WatchedSFTTrainer(
             model=model,
             args=training_args,
             train_dataset=rows,
             processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
-            peft_config=adapter_config(job.settings),
+            peft_config=spare_towers(adapter_config(job.settings), model),
         )
+    if strategy.zero_stage == 3 and (training_args.bf16 or training_args.fp16):
+        one_dtype_of_what_trains(trainer.model)
+    return trainer
 
 
 def _model(job: Job, model_args, main_device: torch.device) -> torch.nn.Module:
@@ -192,7 +198,8 @@ def _model(job: Job, model_args, main_device: torch.device) -> torch.nn.Module:
     attention = stand_ins.attention_of(job.settings.attn_implementation, job.device == "gpu")
     packs = job.settings.load_in_4bit  # then transformers builds the model without deepspeed.zero.Init
     with set_zero3_state() if packs else contextlib.nullcontext():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
+    freeze_towers(model)
     if packs:
         stand_ins.pack_in_4_bits(model, get_quantization_config(model_args), main_device)
         keep_4bit_layout(model)
