@@ -68,6 +68,8 @@ def gpu_times(plan: str) -> list[Row]:
 
 def card_of(row: Row) -> int | None:
     """Bytes of a row's card, which rows of memory name as people do: "A100 80 GB". None where it is not known."""
+    if "capacity" in row:
+        return int(row["capacity"] * UNITS["GiB"])
     words = str(row.get("gpu")).lower().split()
     if len(words) < 2 or words[-1] != "gb":
         return None

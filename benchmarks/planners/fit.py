@@ -41,7 +41,8 @@ def planned(row: Row) -> cost.Speed:
 
 def fitted(rows: list[Row], start: dict[str, Any]) -> dict[str, Any]:
     """`start` (times.yaml) with other values and spreads."""
-    found = start | {name: dict(start[name]) for name in FITTED} | {"spread": dict.fromkeys(start["spread"], (1, 1))}
+    found = start | {name: dict(start[name]) for name in FITTED}
+    found |= {"spread": dict.fromkeys(start["spread"], (1, 1)), "centre": dict.fromkeys(start["centre"], 1)}
     rows_of = Counter(row["source"] for row in rows)
 
     def error() -> float:
@@ -62,12 +63,14 @@ def fitted(rows: list[Row], start: dict[str, Any]) -> dict[str, Any]:
                             least, moved = now, True
                         else:
                             found[name]["value"] = before
-        found["spread"] = spreads(rows, start["spread"])
+        ratios = measured_over_planned(rows, start["spread"])
+    found["spread"] = {name: tuple(quantile(of, level) for level in LEVELS) for name, of in ratios.items()}
+    found["centre"] = {name: median(of) for name, of in ratios.items()}
     return found
 
 
-def spreads(rows: list[Row], regimes: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Measured over planned, by regime."""
+def measured_over_planned(rows: list[Row], regimes: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """By regime and source."""
     ratios: dict[str, dict[str, list[float]]] = {regime: defaultdict(list) for regime in regimes}
     for row in rows:
         speed = planned(row)
@@ -76,7 +79,18 @@ def spreads(rows: list[Row], regimes: dict[str, Any]) -> dict[str, tuple[float, 
             ratios[cost.passes_of(row["job"])][row["source"]].append(row["seconds"] / speed.middle)
         elif row["seconds"] > 1.5 * beside:
             ratios["offload"][row["source"]].append((row["seconds"] - beside) / speed.offloading)
-    return {name: tuple(quantile(by_source, level) for level in LEVELS) for name, by_source in ratios.items()}
+    return ratios
+
+
+def median(by_source: dict[str, list[float]]) -> float:
+    """Of all values, those of each source together with the same weight."""
+    weighted = sorted((value, 1 / len(values)) for values in by_source.values() for value in values)
+    place = 0
+    weight = weighted[0][1]
+    while weight < len(by_source) / 2:
+        place += 1
+        weight += weighted[place][1]
+    return weighted[place][0]
 
 
 def quantile(by_source: dict[str, list[float]], level: float) -> float:
@@ -88,13 +102,13 @@ def quantile(by_source: dict[str, list[float]], level: float) -> float:
     return next(value for (value, _), sum_of in zip(weighted, below, strict=True) if sum_of >= level * len(by_source))
 
 
-def left_out(rows: list[Row]) -> dict[str, tuple[float, float]]:
-    """{id of a row: its range by a fit without the rows of its source}."""
+def left_out(rows: list[Row]) -> dict[str, cost.Speed]:
+    """{id of a row: its speed by a fit without the rows of its source}."""
     found = {}
     for source in sorted({row["source"] for row in rows}):
         constants = fitted([row for row in rows if row["source"] != source], cost.constants())
         with patch.object(cost, "constants", lambda constants=constants: constants):
-            found |= {row["id"]: planned(row).step_seconds for row in rows if row["source"] == source}
+            found |= {row["id"]: planned(row) for row in rows if row["source"] == source}
     return found
 
 
@@ -102,6 +116,7 @@ def main() -> None:
     found = fitted(prepared(court.read_rows(court.FOLDER / "times.yaml")), cost.constants())
     print(*(f"{name}: {found[name]['value']:.3g}" for name in FITTED), sep="\n")
     print(*(f"{name}: [{low:.2f}, {high:.2f}]" for name, (low, high) in found["spread"].items()), sep="\n")
+    print(*(f"{name}: {middle:.2f}" for name, middle in found["centre"].items()), sep="\n")
 
 
 if __name__ == "__main__":

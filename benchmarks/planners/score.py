@@ -6,8 +6,10 @@ Nothing is simulated: the predictions are what predict.py wrote down before. Wri
 
 import csv
 import json
+import math
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks.planners.court import (
@@ -44,7 +46,7 @@ GROUPS = {
 def main(blind: bool) -> None:
     folder = BLIND if blind else FOLDER
     predictions = json.loads((folder / "predictions.json").read_text())
-    known = [row | {"found": predictions["rows"].get(row["id"])} for row in read_rows(folder / "rows.yaml")]
+    known = predicted(folder / "rows.yaml", predictions["rows"])
     scored = [row | errors(row) for row in known if row["found"] and row["found"]["source"] != "none"]
     rows, earlier = ([row for row in scored if ("part" in row) == seen] for seen in (False, True))
     times = [scored_time(row, predictions["times"][row["id"]]) for row in read_rows(folder / "times.yaml")]
@@ -61,8 +63,12 @@ def main(blind: bool) -> None:
     }
     for plan in ("planned_before", "planned_now") if not blind else ():
         document |= this_program(plan)
-    document["verdicts"] = verdicts(known)
-    if not blind:
+    if blind:
+        document["verdicts"] = verdicts(known)
+    else:
+        of_threads = predicted(FOLDER / "deaths.yaml", predictions["deaths"])
+        document["verdicts"] = verdicts(known + of_threads)
+        document["deaths"] = {row["id"]: said for row in of_threads if row["died"] and (said := verdict_on(row))}
         document["usable"] = usable_at_death()
     if earlier:  # a blind set that is seen now
         document["groups"]["blind 1"] = summary(earlier)
@@ -71,7 +77,7 @@ def main(blind: bool) -> None:
     own = {name: part for name, part in document.items() if name.startswith("this program")}
     brief = {kind: document[kind] for kind in ("groups", "planners", "cached")} | {"times": regimes} | own
     print(*(f"{kind}, {name}: {found}" for kind, part in brief.items() for name, found in part.items()), sep="\n")
-    counts = ("held", "rows", "left_out")
+    counts = ("likely", "held", "rows", "likely_left_out", "left_out")
     now = {name: [found[count] for count in counts if count in found] for name, found in regimes.items()}
     if constants()["blind" if blind else "holds"] != now:
         print(f"zero_recipes/tools/plan/times.yaml: `{'blind' if blind else 'holds'}` is of other predictions: {now}")
@@ -81,6 +87,11 @@ def main(blind: bool) -> None:
         kinds.setdefault(regime_of(job), set()).update(kinds_of(job, row["gpu"]))
     if constants()["kinds"] != (now := {name: sorted(kinds[name]) for name in sorted(kinds)}):
         print(f"zero_recipes/tools/plan/times.yaml: `kinds` are others: {now}")
+
+
+def predicted(path: Path, predictions: dict[str, Any]) -> list[Row]:
+    """The rows of a file, each with its prediction, or None, as "found"."""
+    return [row | {"found": predictions.get(row["id"])} for row in read_rows(path)]
 
 
 def this_program(plan: str) -> dict[str, Any]:
@@ -105,14 +116,17 @@ def this_program(plan: str) -> dict[str, Any]:
 
 
 def scored_time(row: Row, predicted: dict[str, Any]) -> Row:
-    """With the geometric middle of the planned range over the measured seconds, less one, and whether the range that is
-    fitted without the row's source holds it."""
+    """With the middle of the likely range over the measured seconds, less one, and whether the ranges that are fitted
+    without the row's source hold it."""
     job, (low, high) = job_of_row(row), predicted["step_seconds"]
     seconds = measured_seconds(row, job)
     scored = {"regime": regime_of(job), "seconds": round(seconds, 3), "planned": [low, high]}
-    scored["error"] = round((low * high) ** 0.5 / seconds - 1, 4)
-    if "left_out" in predicted:
-        scored["left_out"] = predicted["left_out"][0] <= seconds <= predicted["left_out"][1]
+    likely = predicted["likely"]
+    scored["likely"] = likely
+    scored["error"] = round(math.sqrt(math.prod(likely)) / seconds - 1, 4)
+    for name in ("left_out", "likely_left_out"):
+        if name in predicted:
+            scored[name] = predicted[name][0] <= seconds <= predicted[name][1]
     return row | scored | {"scored": scored}
 
 
@@ -120,8 +134,11 @@ def held(rows: list[Row]) -> dict[str, Any]:
     """How many measured seconds lie in the planned range, and in one that is fitted without the row's source. `width`:
     the median of a range's high end over its low end."""
     found = {"rows": len(rows), "held": sum(row["planned"][0] <= row["seconds"] <= row["planned"][1] for row in rows)}
-    if "left_out" in rows[0]:
-        found["left_out"] = sum(row["left_out"] for row in rows)
+    if "likely" in rows[0]:
+        found["likely"] = sum(row["likely"][0] <= row["seconds"] <= row["likely"][1] for row in rows)
+    for name in ("left_out", "likely_left_out"):
+        if name in rows[0]:
+            found[name] = sum(row[name] for row in rows)
     found["width"] = round(statistics.median(row["planned"][1] / row["planned"][0] for row in rows), 2)
     return found | median_and_worst({row["id"]: row["error"] for row in rows})
 
@@ -150,19 +167,26 @@ def verdicts(rows: list[Row]) -> dict[str, dict[str, int]]:
     """
     found: dict[str, dict[str, int]] = {}
     for row in rows:
-        prediction = row["found"]
-        card = card_of(row)
-        if card is None or not prediction or prediction["source"] == "none":
-            continue
-        needed = prediction["allocated"] + overheads().beside_segments(row["gpus"])
-        shown = overheads().reserved_range(prediction["allocated"], row["gpus"]).high
-        verdict = verdict_of(needed, prediction["allocated"] <= overheads().usable_bytes(card), card)
-        earlier = verdict_of(needed, shown <= card, card)
+        said = verdict_on(row)
         outcome = "died" if row.get("died") else "ran"
-        for name, said in ((outcome, verdict), (f"{outcome}, earlier", earlier)):
+        for when, verdict in said.items():
+            name = outcome if when == "now" else f"{outcome}, {when}"
             counts = found.setdefault(name, {"fits": 0, "may run out": 0, "does not fit": 0})
-            counts[said] += 1
+            counts[verdict] += 1
     return found
+
+
+def verdict_on(row: Row) -> dict[str, str]:
+    """What the plan says of one run on its card, "now" and "earlier". Empty without a prediction or a card."""
+    prediction = row["found"]
+    card = card_of(row)
+    if card is None or not prediction or prediction["source"] == "none":
+        return {}
+    allocated = prediction["allocated"]
+    needed = allocated + overheads().beside_segments(row["gpus"])
+    shown = overheads().reserved_range(allocated, row["gpus"]).high
+    now = verdict_of(needed, allocated <= overheads().usable_bytes(card), card)
+    return {"now": now, "earlier": verdict_of(needed, shown <= card, card)}
 
 
 def verdict_of(needed: float, has_room: bool, card: int) -> str:

@@ -51,7 +51,7 @@ def rows_of(needs: dict[str, int | tuple], ranks: int = 2, **request) -> list[Ro
         predicted = lambda one, size=size: made_up(one, size * GB, cache=size * GB * 9 // 20)  # noqa: E731
         made = make_row(asked, job(name, ranks), predicted)
         if seconds is not None:
-            made = replace(made, speed=replace(made.speed, step_seconds=(0.9 * seconds, 1.1 * seconds)))
+            made = replace(made, speed=replace(made.speed, step_seconds=(0.9 * seconds, 1.1 * seconds), middle=seconds))
         rows.append(made)
     return rows
 

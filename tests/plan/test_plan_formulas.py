@@ -148,6 +148,9 @@ def test_activations_are_korthikantis_without_dropout():
         ("zero3", 2, {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 10**12}, 1000 + PSI),
         ("zero3", 2, {"reduce_bucket_size": 1000, "memory_efficient_linear": False}, 1000 + PSI),  # kept for backward
         ("zero3", 1, {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 10**9}, 1000),  # nothing is gathered
+        # but for what lies in host memory
+        ("zero3_offload", 1, {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 10**9}, 1000 + 10**9),
+        ("zero3_offload", 1, {"reduce_bucket_size": 1000, "memory_efficient_linear": False}, 1000 + PSI),
         ("zero3", 1, {"reduce_bucket_size": 1000, "leaf_module": {"classes": ["GPTNeoXLayer"]}}, 1000 + LAYER),
     ],
 )

@@ -25,6 +25,7 @@ Range = tuple[float, float]  # low, high
 
 ADAM_BYTES = 30  # read and written per parameter: master, moments, gradient in; master, moments, 16-bit weight out
 UNPACKED_BYTES = 2 + 9 / 16  # read and written per weight of 4 bits, for each product
+LIKELY_WIDTH = 1.5  # the high end of the likely range over its low end
 LONG = 2048  # tokens of one GPU in a pass
 LONG_ROW = 16_384  # tokens, from which attention decides
 DDP_BUCKET = 25 * 2**20  # bytes; torch's bucket_cap_mb
@@ -76,15 +77,15 @@ def how_good(job: Job, gpu: Gpu) -> str:
     """What the printed range of a step's time is worth."""
     regime = regime_of(job)
     known = constants()
-    inside, rows, left_out = known["holds"][regime]
+    likely, inside, rows = known["holds"][regime][:3]
     lacking = kinds_of(job, gpu.name).difference(known["kinds"][regime])
     ending = ""
     if lacking:
-        ending = f"; none of them is for {', '.join(sorted(lacking))}"
+        ending = f"; none for {', '.join(sorted(lacking))}"
     elif regime in known["blind"]:
-        ending = "; {} of {} in a blind test".format(*known["blind"][regime])
-    kind = f"published times of this kind ({regime})"
-    return f"Step: {inside} of {rows} {kind} are in the range, {left_out} if fitted without their source{ending}."
+        ending = "; {} and {} of {} in a blind test".format(*known["blind"][regime])
+    kind = f"published times ({regime})"
+    return f"Step: {likely} of {rows} {kind} are in the likely range, {inside} in the whole one{ending}."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
@@ -132,11 +133,14 @@ class Speed:
     offloading: float  # none of it hidden
     tokens_per_step: int  # of all ranks, without padding
     mfu: Range
+    middle: float  # the middle of the likely range, in seconds of a step
 
     @property
-    def middle(self) -> float:
-        """Seconds of a step, in the middle of the range: the geometric mean, since its ends are factors."""
-        return math.sqrt(math.prod(self.step_seconds))  # of a range of factors
+    def likely(self) -> Range:
+        """Seconds of a step that are likely: a range of LIKELY_WIDTH around the middle, within the whole range."""
+        low, high = self.step_seconds
+        factor = math.sqrt(LIKELY_WIDTH)
+        return max(low, self.middle / factor), min(high, self.middle * factor)
 
     @property
     def tokens_per_second(self) -> Range:
@@ -165,6 +169,8 @@ def estimate(job: Job, prediction: Prediction, gpu: Gpu, rows: RowLengths | None
     least_offload, most_offload = spread["offload"]
     low = least * beside + least_offload * offloading
     high = most * beside + most_offload * offloading
+    centre = constants()["centre"]
+    middle = centre[passes_of(job)] * beside + centre["offload"] * offloading
     sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps / job.sequence_parallel
     used = sequences * flops / peak
     return Speed(
@@ -175,6 +181,7 @@ def estimate(job: Job, prediction: Prediction, gpu: Gpu, rows: RowLengths | None
         offloading,
         tokens_per_step=round(sequences * prediction.world_size * tokens),
         mfu=(used / high, used / low),
+        middle=middle,
     )
 
 

@@ -281,7 +281,7 @@ class Sizes:
         bucket = min(bucket, self.trainable)
         if zero.stage == 3 and "leaf_module" in zero.zero:
             bucket += self._in_layers() / self.shape.layers
-        if zero.stage == 3 and self.ranks > 1:
+        if zero.stage == 3 and (self.ranks > 1 or self.job.offloads_params):
             live = max(number_in(zero.zero, "stage3_max_live_parameters", DEFAULT_LIVE), self.shape.embedding)
             if self.job.keeps_gathered:
                 live = self.shape.parameters

@@ -315,9 +315,9 @@ def _what_it_takes(answer: Answer) -> list[str]:
     spent = answer.cost(row)
     reserved = row.prediction.reserved_bytes
     parts = [
-        f"{in_gigabytes(reserved.low)} of {in_gigabytes(row.fit.capacity)} GB (nvidia-smi: up to {_shown(row)})",
+        f"{in_gigabytes(reserved.low)} of {in_gigabytes(row.fit.capacity)} GB (nvidia-smi up to {_shown(row)})",
         *_host_memory(answer, row),
-        f"{_between(row.speed.step_seconds, duration, ' to ')} per step",
+        f"likely {_between(row.speed.likely, duration, ' to ')} per step",
         f"about {_rate(row)} tokens/s",
     ]
     if spent.hours:
