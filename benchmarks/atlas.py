@@ -28,7 +28,7 @@ from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.atlas.page import FIGURES
 from zero_recipes.tools.plan import choose
 from zero_recipes.tools.plan.command import requested
-from zero_recipes.tools.plan.cost import Speed, constant, estimate, window
+from zero_recipes.tools.plan.cost import LIKELY_WIDTH, Speed, constant, estimate, window
 from zero_recipes.tools.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.tools.plan.job import FSDP, MODELS, USUAL, Job, PlanRequest, shares_nothing
 from zero_recipes.tools.plan.shape import shape_of
@@ -159,7 +159,7 @@ def link_of(gpu: Gpu, count: int) -> float:
 
 
 def spread() -> dict[str, Any]:
-    """Factors of seconds, [low, high], for a micro batch of so many tokens, and for offloading."""
+    """Factors of seconds, [low, high, middle], for a micro batch of so many tokens, and for offloading."""
     jobs = jobs_of(request_of(ANY_MODEL, {}))
     plain = jobs[0]
     offloading = next(job for job in jobs if job.zero.offloads)
@@ -170,14 +170,14 @@ def spread() -> dict[str, Any]:
         job = plain.changed(max_length=tokens)
         speed = estimate(job, predict_by_formulas(job), gpu)
         beside = speed.computing + speed.communicating + speed.waiting
-        by_tokens[tokens] = [rounded(end / beside) for end in speed.step_seconds]
+        by_tokens[tokens] = [rounded(point / beside) for point in (*speed.step_seconds, speed.middle)]
         tokens *= 2
     speed = estimate(offloading, predict_by_formulas(offloading), gpu)
     beside = speed.computing + speed.communicating + speed.waiting
     factors = by_tokens[offloading.settings.max_length]
-    ends = zip(speed.step_seconds, factors, strict=True)
-    offload = [rounded((end - factor * beside) / speed.offloading) for end, factor in ends]
-    return {"tokens": by_tokens, "offload": offload}
+    points = zip((*speed.step_seconds, speed.middle), factors, strict=True)
+    offload = [rounded((point - factor * beside) / speed.offloading) for point, factor in points]
+    return {"tokens": by_tokens, "offload": offload, "likely_width": LIKELY_WIDTH}
 
 
 def of_model(name: str) -> dict[str, Any]:

@@ -55,12 +55,15 @@ function planOf(choice, strategy, batch) {
   const offloading = term("offload") + term("to_host") / gpu.host_gb_s;
   const beside = computing + communicating + waiting;
   const factors = figures.spread.tokens[tokens];
-  const seconds = [0, 1].map((end) => factors[end] * beside + figures.spread.offload[end] * offloading);
-  const middle = Math.sqrt(seconds[0] * seconds[1]);
+  const points = [0, 1, 2].map((point) => factors[point] * beside + figures.spread.offload[point] * offloading);
+  const [low, high, middle] = points;
+  const seconds = [low, high];
+  const factor = Math.sqrt(figures.spread.likely_width);
+  const likely = [Math.max(low, middle / factor), Math.min(high, middle * factor)];
   const perStep = tokens * choice.gpus;
   const price = (time) => (time * choice.price * choice.gpus) / 3600 / perStep * 1e6;
   return {
-    strategy, batch, needed, shown, host, usualHost, status, seconds, middle,
+    strategy, batch, needed, shown, host, usualHost, status, seconds, likely, middle,
     margin: gpu.memory - needed,
     capacity: gpu.memory,
     secondsAToken: middle / perStep,
@@ -356,7 +359,7 @@ function answerOf(choice, rows, best, chosen) {
   const fits = { fits: "fits", tight: lacksHost ? "may run out of host memory on" : "may run out of memory on", no: "does not fit" };
   const parts = [`${gigabytes(row.needed)} of ${gigabytes(row.capacity)} GB (nvidia-smi: up to ${gigabytes(row.shown)})`];
   if (row.host) parts.push(`${gigabytes(row.host)} GB of host memory${lacksHost ? ` where ${gigabytes(row.usualHost)} are usual` : ""}`);
-  parts.push(`${between(row.seconds, inSeconds).replace(" - ", " to ")} per step`, `about ${aboutRate(row)} tokens/s`);
+  parts.push(`likely ${between(row.likely, inSeconds).replace(" - ", " to ")} per step`, `about ${aboutRate(row)} tokens/s`);
   if (choice.price > 0) parts.push(`price of 1M tokens ${between(row.prices, money).replace(" - ", " to ")}`);
   return [`${strategyText(row, choice.gpus)}${way} ${fits[row.status]} ${machine}.`, `${parts.join(", ")}.`];
 }
