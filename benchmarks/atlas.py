@@ -1,8 +1,8 @@
 """The figures of the atlas, by the planner's formulas: python -m benchmarks.atlas
 
 Writes zero_recipes/tools/atlas/atlas.json, from which the page computes (zero_recipes/tools/atlas/page.js) what
-`zero-recipes plan --quick` prints. Needs no GPU, and some ten minutes of processor time, nearly all to build each model
-without memory.
+`zero-recipes plan --quick` prints. Needs no GPU, and some minutes of processor time. A run that was ended goes on where
+it was: the plans' cache keeps each model for this state of the package.
 
 A table of all plans would be a hundred times as large as the page may be. So it has what their terms depend on:
 memory is a line over the tokens of a micro batch, or what the step itself takes; seconds are FLOPs of a row on each
@@ -12,13 +12,16 @@ tests/plan/test_atlas.py compares the page with the planner.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from zero_recipes.checks.capacity import LITTLE
 from zero_recipes.core.files import FILES, write_text
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.gpus import Gpu, gpus
@@ -26,9 +29,10 @@ from zero_recipes.core.measured_on import library_versions
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.atlas.page import FIGURES
-from zero_recipes.tools.plan import choose
+from zero_recipes.tools.plan import choose, cost
+from zero_recipes.tools.plan.cache import cached
 from zero_recipes.tools.plan.command import requested
-from zero_recipes.tools.plan.cost import LIKELY_WIDTH, Speed, constant, estimate, window
+from zero_recipes.tools.plan.cost import Speed, constant, constants, estimate, window
 from zero_recipes.tools.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.tools.plan.job import FSDP, MODELS, USUAL, Job, PlanRequest, shares_nothing
 from zero_recipes.tools.plan.shape import shape_of
@@ -48,9 +52,11 @@ DIGITS = 7
 
 def main() -> None:
     quieten()
+    own = Path(__file__).read_text()
     models = {}
     for path in sorted(MODELS.glob("*.json")):
-        models[path.stem] = of_model(path.stem)
+        found = cached(partial(of_model, path.stem), own, path.stem, path.read_text())
+        models[path.stem] = found | {"recipes": recipes_of(path.stem)}
         print(path.stem, flush=True)
     text = written(figures(models))
     write_text(FIGURES, text)
@@ -79,12 +85,13 @@ def figures(models: Mapping[str, Any]) -> dict[str, Any]:
         "counts": COUNTS,
         "per_node": PER_NODE,
         "lengths": LENGTHS,
-        "methods": {name: " ".join(words_of(values)) for name, values in METHODS.items()},
+        "methods": list(METHODS),
         "strategies": strategies(),
         "most_rows": choose.MOST_FREE_SEQUENCES,
         "gain": choose.GAIN,
         "memory": beside_tensors(),
         "spread": spread(),
+        "accuracy": accuracy(),
         "without_bf16": [name for name in gpus() if name not in cards],
         "gpus": {name: of_gpu(gpu) for name, gpu in cards.items()},
         "models": models,
@@ -93,9 +100,14 @@ def figures(models: Mapping[str, Any]) -> dict[str, Any]:
 
 def strategies() -> dict[str, dict[str, Any]]:
     """What the choice among strategies depends on: choose.py `recommend`."""
-    found = {name: {"order": choose.ORDER.index(name), "usual": name in USUAL} for name in STRATEGIES}
+    found: dict[str, dict[str, Any]] = {}
+    for name in STRATEGIES:
+        found[name] = {"order": choose.ORDER.index(name), "usual": name in USUAL}
     for job in jobs_of(request_of(ANY_MODEL, {})):
         entry = found[choose.kind(job)]
+        entry["offloads"] = job.zero.offloads
+        if job.ds_config is not None:
+            entry["stage"] = job.zero_stage
         entry["place"] = next(i for i, place in enumerate(choose.PLACES) if choose.kind(job) in place)
         if shares_nothing(job):
             entry["shares_nothing"] = True  # on one GPU
@@ -108,11 +120,12 @@ def able_gpus() -> dict[str, Gpu]:
     return {name: gpu for name, gpu in gpus().items() if gpu.bf16}
 
 
-def words_of(values: Mapping[str, Any]) -> list[str]:
+def words_of(keys: Mapping[str, Any]) -> list[str]:
     """The keys of a recipe as a command line has them."""
     words = []
-    for key, value in values.items():
-        words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+    for key, value in keys.items():
+        values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else str(value)]
+        words += [f"--{key}", *values]
     return words
 
 
@@ -177,41 +190,89 @@ def spread() -> dict[str, Any]:
     factors = by_tokens[offloading.settings.max_length]
     points = zip((*speed.step_seconds, speed.middle), factors, strict=True)
     offload = [rounded((point - factor * beside) / speed.offloading) for point, factor in points]
-    return {"tokens": by_tokens, "offload": offload, "likely_width": LIKELY_WIDTH}
+    return {"tokens": by_tokens, "offload": offload, "likely_width": cost.LIKELY_WIDTH}
+
+
+def accuracy() -> dict[str, Any]:
+    """What `cost.how_good` says of a time: the published rows of each regime, and what they cover."""
+    known = constants()
+    kept = {name: known[name] for name in ("holds", "blind", "kinds")}
+    return kept | {"long_pass": cost.LONG, "long_row": cost.LONG_ROW}
 
 
 def of_model(name: str) -> dict[str, Any]:
     """All terms of one model's plans; of a method that no plan is made for, why."""
     methods = {}
-    for method, keys in METHODS.items():
+    for method in METHODS:
         try:
-            methods[method] = of_method(name, keys)
+            methods[method] = of_method(name, keys_of(name, method))
         except Refusal as refused:  # LoRA without target modules for this architecture
-            methods[method] = {"refused": refused.what}
-    known = json.loads((MODELS / f"{name}.json").read_text())
+            methods[method] = {"words": " ".join(words_of(METHODS[method])), "refused": refused.what}
     job = jobs_of(request_of(name, {}))[0]
     shape = shape_of(job.config, job.settings)
     return {
         "name": job.model,
         "parameters": shape.parameters,
         "positions": shape.positions,
-        "recipes": recipes_of([known["model"], *known["names"]]),
         "methods": methods,
     }
 
 
-def recipes_of(names: Sequence[str]) -> dict[str, str]:
+@cache
+def shipped_recipes() -> dict[str, dict[str, Any]]:
+    """The shipped recipes by their files' names, short names first."""
+    paths = sorted(FILES.glob("recipes/*.yaml"), key=lambda path: (len(path.name), path.name))
+    return {path.name: yaml.safe_load(path.read_text()) for path in paths}
+
+
+def recipes_of(model: str) -> dict[str, str]:
     """{method: a shipped recipe of this model that any strategy can be launched with}"""
+    known = json.loads((MODELS / f"{model}.json").read_text())
+    names = [known["model"], *known["names"]]
     found: dict[str, str] = {}
-    for path in sorted(FILES.glob("recipes/*.yaml"), key=lambda path: (len(path.name), path.name)):
-        recipe = yaml.safe_load(path.read_text())
+    for file, recipe in shipped_recipes().items():
         if recipe["model_name_or_path"] not in names or "deepspeed" in recipe or recipe.get("fp16"):
             continue
         method = "full"
         if recipe.get("use_peft"):
             method = "QLoRA" if recipe.get("load_in_4bit") else "LoRA"
-        found.setdefault(method, path.name)
+        found.setdefault(method, file)
     return found
+
+
+def keys_of(name: str, method: str) -> dict[str, Any]:
+    """A method's keys of a recipe for a model: the first of `ways_of` that its class takes. Raises Refusal for none."""
+    *others, last = ways_of(name, method)
+    for keys in others:
+        with suppress(Refusal):
+            build(name, keys)
+            return keys
+    build(name, last)
+    return last
+
+
+def ways_of(name: str, method: str) -> list[dict[str, Any]]:
+    """A method's keys of a recipe, and for an adapter with the layers that it needs where PEFT knows none of a model.
+
+    These are as in a shipped recipe of the model, else all; experts take no dropout (ZR455).
+    """
+    keys = METHODS[method]
+    if "use_peft" not in keys:
+        return [keys]
+    recipe = shipped_recipes().get(recipes_of(name).get("LoRA", ""), {})
+    own = recipe.get("lora_target_modules", "all-linear")
+    return [
+        keys,
+        keys | {"lora_target_modules": own},
+        keys | {"lora_target_modules": "all-linear"},
+        keys | {"lora_target_modules": "all-linear", "lora_dropout": 0},
+    ]
+
+
+def build(name: str, keys: Mapping[str, Any]) -> None:
+    """Build a model with its adapter, without memory. Raises Refusal where its class does not take the adapter."""
+    request = request_of(name, keys)
+    shape_of(request.config, request.recipe.settings)
 
 
 def of_method(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +282,11 @@ def of_method(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     by_strategy: dict[str, list[Job]] = {}
     for job in jobs:
         by_strategy.setdefault(choose.kind(job), []).append(job)
+    packed = shape_of(request.config, jobs[0].settings.replace(use_peft=False)).packed_share
+    packs_little = jobs[0].quantizes and packed < LITTLE
     return {
+        "words": " ".join(words_of(keys)),
+        **({"packed": rounded(packed)} if packs_little else {}),  # of the layers' weights
         "flops": [seconds_of_flops(jobs[0], length) for length in lengths_of(jobs[0])],
         "strategies": {strategy: of_strategy(request, jobs) for strategy, jobs in by_strategy.items()},
     }

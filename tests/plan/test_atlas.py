@@ -19,6 +19,7 @@ from zero_recipes.tools.main import main
 from zero_recipes.tools.plan import show
 from zero_recipes.tools.plan.choose import kind, shares_nothing
 from zero_recipes.tools.plan.command import answer_by, requested
+from zero_recipes.tools.plan.cost import how_good
 from zero_recipes.tools.plan.job import USUAL
 from zero_recipes.tools.plan.predict import Predictor
 
@@ -35,7 +36,7 @@ def page(tmp_path_factory) -> Path:
     """The page, with figures that are as new as the planner."""
     program()  # skips before the figures are made
     file = tmp_path_factory.mktemp("atlas") / "atlas.html"
-    models = {name: atlas.of_model(name) for name in MODELS}
+    models = {name: atlas.of_model(name) | {"recipes": atlas.recipes_of(name)} for name in MODELS}
     file.write_text(whole_page(atlas.written(atlas.figures(models))))
     return file
 
@@ -62,7 +63,7 @@ def address(page: Path, **choice: Any) -> str:
 def drawn_choice(rng: random.Random, model: str) -> dict[str, Any]:
     """Of few row lengths: a plan parses each anew."""
     method = rng.choice(list(atlas.METHODS))
-    job = atlas.jobs_of(atlas.request_of(model, atlas.METHODS[method]))[0]
+    job = atlas.jobs_of(atlas.request_of(model, atlas.keys_of(model, method)))[0]
     return {
         "model": model,
         "method": method,
@@ -77,7 +78,8 @@ def answer_of(choice: dict[str, Any], strategies: tuple[str, ...], *more: str) -
     """What `plan --quick` answers."""
     words = ["plan", choice["model"], "--gpu", choice["gpu"], "--gpus", str(choice["gpus"]), "--quick"]
     words += ["--price", str(choice["price"]), "--strategies", ",".join(strategies)]
-    words += ["--max_length", str(choice["length"]), *atlas.words_of(atlas.METHODS[choice["method"]]), *more]
+    words += ["--max_length", str(choice["length"]), *more]
+    words += atlas.words_of(atlas.keys_of(choice["model"], choice["method"]))
     arguments = parse_arguments(words)
     return answer_by(Predictor(quick=True), arguments, requested(arguments, arguments.overrides))
 
@@ -100,7 +102,7 @@ def shown_cells(browser: Browser) -> dict[str, list[str]]:
     )
     found = {}
     for strategy, verdict, memory, host, _batch, step, rate, price in rows:
-        found[strategy] = [verdict.partition(" ")[2], memory.partition(" of ")[0], host, step, rate, price]
+        found[strategy] = [verdict.partition(" ")[2], memory.partition(" of ")[0], host, step, rate, price.removeprefix("$ ")]
     return found
 
 
@@ -123,6 +125,7 @@ def compare_with_plan(browser: Browser, page: Path, choice: dict[str, Any]) -> N
     if kind(best.job) == chosen and best.job.settings.use_peft == usual.advice.chosen.job.settings.use_peft:
         assert shown_cells(browser)[chosen] == cells(usual, best)
         assert browser.text("#train-command") == usual.request.command(best.job)
+        assert browser.text("#basis") == f"By formulas. {how_good(best.job, usual.request.gpu)}"
 
 
 def test_ten_drawn_rows_are_those_of_plan(browser, page):

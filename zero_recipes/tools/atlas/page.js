@@ -4,8 +4,9 @@
 
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const DEFAULTS = { model: "qwen3-8b", method: "full", gpu: "h100-80gb", gpus: 8, length: 2048, batch: "best", price: 2.5,
-                   sort: "strategy", row: "", compare: "gpus" };
+                   currency: "usd", sort: "strategy", row: "", compare: "gpus" };
 const BATCHES = [1, 2, 4, 8, 16, 32, 64];
+const CURRENCIES = { usd: "$", eur: "€", gbp: "£", cny: "¥", inr: "₹" };
 const SORTS = { strategy: "strategy", memory: "GPU memory", time: "time of a step", price: "price of a token" };
 const COMPARED = { gpus: "numbers of GPUs", gpu: "cards", method: "methods", length: "tokens of a row", model: "models" };
 const VERDICTS = { fits: "fits", tight: "may run out", no: "does not fit" };
@@ -39,9 +40,10 @@ function planOf(choice, strategy, batch) {
   const shown = Math.min(allocated * figures.memory.factor + figures.memory.shown[several], gpu.memory);
   const host = term("host");
   const usualHost = gpu.usual_host[place];
-  let status = "tight";
-  if (needed > gpu.memory) status = "no";
-  else if (allocated <= gpu.usable && host <= usualHost) status = "fits";
+  let onCard = "tight";
+  if (needed > gpu.memory) onCard = "no";
+  else if (allocated <= gpu.usable) onCard = "fits";
+  const status = onCard === "fits" && host > usualHost ? "tight" : onCard;
 
   const flops = method.flops[figures.lengths.indexOf(choice.length)][Object.keys(figures.gpus).indexOf(choice.gpu)];
   const computing = batch * flops + (term("moved") + terms.moved_a_token * tokens) / gpu.memory_gb_s;
@@ -63,7 +65,7 @@ function planOf(choice, strategy, batch) {
   const perStep = tokens * choice.gpus;
   const price = (time) => (time * choice.price * choice.gpus) / 3600 / perStep * 1e6;
   return {
-    strategy, batch, needed, shown, host, usualHost, status, seconds, likely, middle,
+    strategy, batch, needed, shown, host, usualHost, onCard, status, seconds, likely, middle,
     margin: gpu.memory - needed,
     capacity: gpu.memory,
     secondsAToken: middle / perStep,
@@ -71,6 +73,25 @@ function planOf(choice, strategy, batch) {
     rate: perStep / middle,
     prices: seconds.map(price),
   };
+}
+
+// What the range of a time is worth: cost.py `how_good`.
+function howGood(choice, row) {
+  const { holds, blind, kinds, long_pass: longPass, long_row: longRow } = figures.accuracy;
+  const { offloads, stage } = figures.strategies[row.strategy];
+  let regime = row.batch * choice.length >= longPass ? "one machine, long passes" : "one machine, short passes";
+  if (choice.gpus > figures.per_node) regime = "several machines";
+  if (offloads) regime = "offload";
+  const name = stage === undefined ? strategyText(row, choice.gpus) : `zero${stage}`;
+  const card = `${name} on ${choice.gpu}`;
+  const needed = [card, choice.method === "full" ? "full fine-tuning" : choice.method];
+  if (choice.length >= longRow) needed.push(`${card} over rows of 16k tokens`);
+  const lacking = needed.filter((kind) => !kinds[regime].includes(kind)).sort();
+  const [likely, inside, all] = holds[regime];
+  let ending = "";
+  if (lacking.length) ending = `; none for ${lacking.join(", ")}`;
+  else if (blind[regime]) ending = `; ${blind[regime][0]} and ${blind[regime][1]} of ${blind[regime][2]} in a blind test`;
+  return `Step: ${likely} of ${all} published times (${regime}) are in the likely range, ${inside} in the whole one${ending}.`;
 }
 
 // The smallest micro batch that is nearly as fast as the fastest that fits: choose.py `better`.
@@ -146,6 +167,8 @@ function money(value) {
   return value > 0 && value < 0.0005 ? "<0.001" : grouped(value, 3);
 }
 
+const priceText = (choice, row) => `${CURRENCIES[choice.currency]} ${between(row.prices, money)}`;
+
 // A range, with the unit once where both ends have the same.
 function between([low, high], written) {
   let first = written(low);
@@ -171,7 +194,7 @@ function planCommand(choice, row) {
     own && `--strategies ${row.strategy}`,
     choice.price > 0 && `--price ${choice.price}`,
     `--max_length ${choice.length}`,
-    figures.methods[choice.method],
+    termsOf(choice).words,
     choice.batch !== "best" && `--per_device_train_batch_size ${choice.batch}`,
   ]);
 }
@@ -185,7 +208,7 @@ function trainCommand(choice, row) {
     choice.gpus > figures.per_node && "--hosts HOST,HOST --machine_rank K",
     `--model_name_or_path ${figures.models[choice.model].name}`,
     `--max_length ${choice.length}`,
-    figures.methods[choice.method],
+    termsOf(choice).words,
     row.batch > 1 && `--per_device_train_batch_size ${row.batch}`,
     termsOf(choice).strategies[row.strategy].words,
   ]);
@@ -198,9 +221,9 @@ function choiceOf(hash) {
   const given = new URLSearchParams(hash.replace(/^#/, ""));
   const notes = [];
   const known = {
-    model: Object.keys(figures.models), method: Object.keys(figures.methods), gpu: Object.keys(figures.gpus),
+    model: Object.keys(figures.models), method: figures.methods, gpu: Object.keys(figures.gpus),
     gpus: figures.counts, length: figures.lengths, batch: ["best", ...BATCHES], sort: Object.keys(SORTS),
-    row: ["", ...Object.keys(figures.strategies)], compare: Object.keys(COMPARED),
+    row: ["", ...Object.keys(figures.strategies)], compare: Object.keys(COMPARED), currency: Object.keys(CURRENCIES),
   };
   const choice = { ...DEFAULTS };
   if (!(choice.model in figures.models)) choice.model = known.model[0];
@@ -256,7 +279,7 @@ function modelText(model) {
 function showChoice(choice) {
   const gpuText = (gpu) => `${gpu}, ${gigabytes(figures.gpus[gpu].memory)} GB`;
   fill("model", textsOf(Object.keys(figures.models), modelText), choice.model);
-  fill("method", textsOf(Object.keys(figures.methods), (name) => (name === "full" ? "full fine-tuning" : name)), choice.method);
+  fill("method", textsOf(figures.methods, (name) => (name === "full" ? "full fine-tuning" : name)), choice.method);
   fill("gpu", textsOf(Object.keys(figures.gpus), gpuText), choice.gpu);
   fill("gpus", textsOf(figures.counts, String), choice.gpus);
   fill("length", textsOf(lengthsOf(choice.model), grouped), choice.length);
@@ -266,6 +289,7 @@ function showChoice(choice) {
   );
   fill("sort", SORTS, choice.sort);
   fill("compare", COMPARED, choice.compare);
+  fill("currency", CURRENCIES, choice.currency);
   at("price").value = choice.price;
 }
 
@@ -275,12 +299,19 @@ function memoryOf(row) {
   const whole = 1.3 * row.capacity;
   const width = Math.min(100, (100 * row.needed) / whole);
   const bar = made("div", { class: "bar", "aria-hidden": "true" },
-    made("i", { class: row.status, style: `width:${width}%` }),
+    made("i", { class: row.onCard, style: `width:${width}%` }),
     made("b", { style: `left:${(100 * row.capacity) / whole}%` }));
   return [`${gigabytes(row.needed)} of ${gigabytes(row.capacity)} GB`, bar];
 }
 
 const cell = (head, ...children) => made("td", { class: "number", "data-head": head }, ...children);
+
+// Host memory: in the colour of what may run out where it is beyond what is usual.
+function hostOf(row) {
+  const element = cell("Host GB", hostText(row));
+  if (row.host > row.usualHost && row.status !== "no") element.classList.add("beyond");
+  return element;
+}
 
 function showStrategies(choice, rows, best, chosen) {
   const values = {
@@ -293,16 +324,16 @@ function showStrategies(choice, rows, best, chosen) {
     const radio = made("input", { type: "radio", name: "row", id, value: row.strategy });
     radio.checked = row === chosen;
     const name = made("th", { scope: "row" }, made("label", { for: id }, radio, ` ${strategyText(row, choice.gpus)}`));
-    if (row === best) name.append(" ", made("span", { class: "tag" }, "recommended"));
-    return made("tr", { class: row === chosen ? "chosen" : "", "data-strategy": row.strategy },
+    if (row === best) name.append(" ", made("span", { class: `tag ${row.status}` }, "recommended"));
+    return made("tr", { class: `${row.status} ${row === chosen ? "chosen" : ""}`, "data-strategy": row.strategy },
       name,
       made("td", {}, verdictOf(row)),
       made("td", { class: "memory" }, ...memoryOf(row)),
-      cell("Host GB", hostText(row)),
+      hostOf(row),
       cell("Micro batch", String(row.batch)),
       cell("Step", between(row.seconds, inSeconds)),
       cell("Tokens/s", aboutRate(row)),
-      cell("1M tokens", between(row.prices, money)));
+      cell("1M tokens", priceText(choice, row)));
   });
   at("strategies").tBodies[0].replaceChildren(...lines);
 }
@@ -310,7 +341,7 @@ function showStrategies(choice, rows, best, chosen) {
 // The best of each value of what is compared: {value, row}; the row is null where no plan is made.
 function compared(choice) {
   const values = {
-    gpus: figures.counts, gpu: Object.keys(figures.gpus), method: Object.keys(figures.methods),
+    gpus: figures.counts, gpu: Object.keys(figures.gpus), method: figures.methods,
     length: lengthsOf(choice.model), model: Object.keys(figures.models),
   };
   const lines = [];
@@ -327,24 +358,33 @@ function showCompared(choice) {
   const lines = compared(choice);
   const sure = lines.filter((line) => line.row && line.row.status === "fits");
   const byCard = choice.compare === "gpu";  // whose prices are not the same
+  const own = lines.find((line) => line.value === choice[choice.compare]);
+  const evens = byCard && choice.price > 0 && own.row && own.row.status !== "no";
   const first = (one, other) => (byCard ? one.row.rate > other.row.rate : one.row.gpuSecondsAToken < other.row.gpuSecondsAToken);
   const winner = sure.length ? sure.reduce((best, line) => (first(line, best) ? line : best)) : null;
+  const evenText = (row) => {
+    const even = (choice.price * own.row.gpuSecondsAToken) / row.gpuSecondsAToken;
+    return `${CURRENCIES[choice.currency]} ${grouped(even, 2)}`;
+  };
   const texts = { gpus: (value) => `${value} x ${choice.gpu}`, length: grouped, model: modelText };
   const body = lines.map((line) => {
     const text = (texts[choice.compare] || String)(line.value);
     const name = made("th", { scope: "row" }, made("a", { href: addressOf(line.other), id: `to-${line.value}` }, text));
     if (line.value === choice[choice.compare]) name.append(" ", made("span", { class: "small" }, "your choice"));
-    if (line === winner) name.append(" ", made("span", { class: "tag" }, byCard ? "fastest" : "cheapest"));
+    if (line === winner) name.append(" ", made("span", { class: "tag fits" }, byCard ? "fastest" : "cheapest"));
     if (!line.row) return made("tr", {}, name, made("td", { colspan: 5 }, termsOf(line.other).refused || "not planned"));
     const { row } = line;
-    return made("tr", { "data-value": line.value },
+    return made("tr", { "data-value": line.value, class: row.status },
       name,
       made("td", {}, strategyText(row, line.other.gpus) + (row.batch > 1 ? `, micro batch ${row.batch}` : "")),
       made("td", {}, verdictOf(row)),
       made("td", { class: "memory" }, ...memoryOf(row)),
       cell("Tokens/s", aboutRate(row)),
-      cell("1M tokens", between(row.prices, money)));
+      evens ? cell("Breaks even at", evenText(row)) : cell("1M tokens", priceText(choice, row)));
   });
+  at("price-head").textContent = evens ? "Breaks even at, a GPU-hour" : "Price of 1M tokens";
+  const evenNote = ` Offered below the price in the last column, a card is cheaper a token than your ${choice.gpu} at ${CURRENCIES[choice.currency]} ${choice.price}.`;
+  at("others-note").textContent = `The best strategy of each. A link changes your choice.${evens ? evenNote : ""}`;
   at("others").tBodies[0].replaceChildren(...body);
 }
 
@@ -360,8 +400,31 @@ function answerOf(choice, rows, best, chosen) {
   const parts = [`${gigabytes(row.needed)} of ${gigabytes(row.capacity)} GB (nvidia-smi: up to ${gigabytes(row.shown)})`];
   if (row.host) parts.push(`${gigabytes(row.host)} GB of host memory${lacksHost ? ` where ${gigabytes(row.usualHost)} are usual` : ""}`);
   parts.push(`likely ${between(row.likely, inSeconds).replace(" - ", " to ")} per step`, `about ${aboutRate(row)} tokens/s`);
-  if (choice.price > 0) parts.push(`price of 1M tokens ${between(row.prices, money).replace(" - ", " to ")}`);
+  if (choice.price > 0) parts.push(`price of 1M tokens ${priceText(choice, row).replace(" - ", " to ")}`);
   return [`${strategyText(row, choice.gpus)}${way} ${fits[row.status]} ${machine}.`, `${parts.join(", ")}.`];
+}
+
+// The number of these GPUs on which a token costs least, where the job fits for sure; null where it does on none.
+function cheapestNumber(choice) {
+  let found = null;
+  for (const gpus of figures.counts) {
+    const { best } = plansOf({ ...choice, gpus });
+    if (!best || best.status !== "fits") continue;
+    if (!found || best.gpuSecondsAToken < found.best.gpuSecondsAToken) found = { gpus, best };
+  }
+  return found;
+}
+
+// In words, with a link to a number that is not the chosen one; what else to try where it fits on none for sure.
+function numberText(choice, best) {
+  const found = cheapestNumber(choice);
+  if (!found) return best ? [`Nothing here fits for sure. ${wayOut(choice)}`] : [];
+  const { gpus } = found;
+  const range = `${figures.counts[0]} to ${figures.counts[figures.counts.length - 1]}`;
+  if (gpus === choice.gpus) return [`Of ${range} of these GPUs, this number is the cheapest a token.`];
+  const link = made("a", { href: addressOf({ ...choice, gpus, row: "" }) }, `${gpus} x ${choice.gpu}`);
+  const price = choice.price > 0 ? `: ${priceText(choice, found.best).replace(" - ", " to ")} for 1M tokens` : "";
+  return [`Of ${range} of these GPUs, what fits and costs least a token is `, link, ` with ${strategyText(found.best, gpus)}${price}.`];
 }
 
 function wayOut(choice) {
@@ -372,7 +435,7 @@ function wayOut(choice) {
     ways.push(`${strategyText(best, gpus)} on ${gpus} GPUs`);
     break;
   }
-  for (const method of Object.keys(figures.methods).filter((name) => name !== choice.method)) {
+  for (const method of figures.methods.filter((name) => name !== choice.method)) {
     const { best } = plansOf({ ...choice, method });
     if (best && best.status === "fits") ways.push(`${method} (${strategyText(best, choice.gpus)})`);
   }
@@ -395,7 +458,11 @@ function show() {
   showCompared(choice);
   const [verdict, takes] = answerOf(choice, rows, best, chosen);
   at("answer").className = chosen ? chosen.status : "no";
-  at("answer").replaceChildren(made("p", {}, verdict), made("p", {}, takes));
+  const number = numberText(choice, best);
+  at("answer").replaceChildren(made("p", {}, verdict), made("p", {}, takes), ...(number.length ? [made("p", {}, ...number)] : []));
+  at("basis").textContent = chosen && chosen.status !== "no" ? `By formulas. ${howGood(choice, chosen)}` : "By formulas.";
+  const { packed } = termsOf(choice);
+  if (packed !== undefined) notes.push(`4 bits pack only ${(100 * packed).toFixed(0)} % of this model's layers: experts stay in 16 bits.`);
   at("note").textContent = notes.join(" ");
   showCommand("plan-command", planCommand(choice, chosen));
   showCommand("train-command", chosen ? trainCommand(choice, chosen) : "");
@@ -408,7 +475,7 @@ function show() {
 
 function change(key, value) {
   const { choice } = choiceOf(location.hash);
-  if (key !== "sort" && key !== "compare" && key !== "price") choice.row = "";
+  if (!["sort", "compare", "price", "currency"].includes(key)) choice.row = "";
   location.hash = addressOf({ ...choice, [key]: value });  // "hashchange" shows it, as back and forward do
 }
 
@@ -423,7 +490,7 @@ async function copy(id) {
   at("copied").textContent = `Copied: ${text}`;
 }
 
-for (const id of ["model", "method", "gpu", "gpus", "length", "batch", "price", "sort", "compare"]) {
+for (const id of ["model", "method", "gpu", "gpus", "length", "batch", "price", "currency", "sort", "compare"]) {
   at(id).addEventListener("change", (event) => change(id, event.target.value));
 }
 at("choice").addEventListener("submit", (event) => event.preventDefault());
