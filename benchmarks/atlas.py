@@ -37,7 +37,7 @@ from zero_recipes.tools.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.tools.plan.job import FSDP, MODELS, USUAL, Job, PlanRequest, shares_nothing
 from zero_recipes.tools.plan.shape import shape_of
 
-COUNTS = (1, 2, 4, 8, 16, 32, 64)
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PER_NODE = 8
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 ANY_MODEL = "qwen3-8b"  # for what no model decides
@@ -240,6 +240,7 @@ def recipes_of(model: str) -> dict[str, str]:
     return found
 
 
+@cache
 def keys_of(name: str, method: str) -> dict[str, Any]:
     """A method's keys of a recipe for a model: the first of `ways_of` that its class takes. Raises Refusal for none."""
     *others, last = ways_of(name, method)

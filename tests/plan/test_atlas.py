@@ -5,6 +5,7 @@ import random
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,20 @@ def address(page: Path, **choice: Any) -> str:
     return f"{page.as_uri()}#{'&'.join(f'{key}={value}' for key, value in choice.items())}"
 
 
+@cache
+def longest_row(model: str) -> int:
+    """Of the row lengths that the page has for a model."""
+    return max(atlas.lengths_of(atlas.jobs_of(atlas.request_of(model, {}))[0]))
+
+
 def drawn_choice(rng: random.Random, model: str) -> dict[str, Any]:
     """Of few row lengths: a plan parses each anew."""
-    method = rng.choice(list(atlas.METHODS))
-    job = atlas.jobs_of(atlas.request_of(model, atlas.keys_of(model, method)))[0]
     return {
         "model": model,
-        "method": method,
+        "method": rng.choice(list(atlas.METHODS)),
         "gpu": rng.choice(list(atlas.able_gpus())),
         "gpus": rng.choice(atlas.COUNTS),
-        "length": rng.choice([512, 2048, max(atlas.lengths_of(job))]),
+        "length": rng.choice([512, 2048, longest_row(model)]),
         "price": rng.choice([0.4, 2.5]),
     }
 
@@ -102,7 +107,14 @@ def shown_cells(browser: Browser) -> dict[str, list[str]]:
     )
     found = {}
     for strategy, verdict, memory, host, _batch, step, rate, price in rows:
-        found[strategy] = [verdict.partition(" ")[2], memory.partition(" of ")[0], host, step, rate, price.removeprefix("$ ")]
+        found[strategy] = [
+            verdict.partition(" ")[2],
+            memory.partition(" of ")[0],
+            host,
+            step,
+            rate,
+            price.removeprefix("$ "),
+        ]
     return found
 
 
@@ -128,10 +140,11 @@ def compare_with_plan(browser: Browser, page: Path, choice: dict[str, Any]) -> N
         assert browser.text("#basis") == f"By formulas. {how_good(best.job, usual.request.gpu)}"
 
 
-def test_ten_drawn_rows_are_those_of_plan(browser, page):
+def test_drawn_rows_are_those_of_plan(browser, page):
+    """Some forty: seven strategies or so in each of six choices."""
     rng = random.Random(57)
     for model in MODELS:
-        for _ in range(5):
+        for _ in range(3):
             compare_with_plan(browser, page, drawn_choice(rng, model))
 
 

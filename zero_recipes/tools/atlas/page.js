@@ -462,7 +462,7 @@ function show() {
   at("answer").replaceChildren(made("p", {}, verdict), made("p", {}, takes), ...(number.length ? [made("p", {}, ...number)] : []));
   at("basis").textContent = chosen && chosen.status !== "no" ? `By formulas. ${howGood(choice, chosen)}` : "By formulas.";
   const { packed } = termsOf(choice);
-  if (packed !== undefined) notes.push(`4 bits pack only ${(100 * packed).toFixed(0)} % of this model's layers: experts stay in 16 bits.`);
+  if (packed !== undefined) notes.push(`4 bits pack only ${(100 * packed).toFixed(0)} % of the weights of this model's layers. The others, such as experts, stay in 16 bits.`);
   at("note").textContent = notes.join(" ");
   showCommand("plan-command", planCommand(choice, chosen));
   showCommand("train-command", chosen ? trainCommand(choice, chosen) : "");
