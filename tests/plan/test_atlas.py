@@ -216,6 +216,15 @@ def test_commands_are_copied_and_plan_takes_them(browser, page):
     assert (job.strategy, job.world_size, job.quantizes) == ("fsdp2", 2, True)
     assert job.settings.per_device_train_batch_size == 4
 
+    browser.open(page.as_uri())
+    browser.click("#link")
+    link = browser.run("navigator.clipboard.readText()")
+    shown = browser.text("#answer")
+    browser.choose("#gpus", "2")
+    assert browser.text("#answer") != shown
+    browser.open(link)
+    assert browser.text("#answer") == shown
+
 
 def test_what_the_address_has_wrong_is_said(browser, page):
     browser.open(address(page, model="qwen3-8b", gpu="h900", length=2048, price="many"))

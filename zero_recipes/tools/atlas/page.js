@@ -479,12 +479,12 @@ function change(key, value) {
   location.hash = addressOf({ ...choice, [key]: value });  // "hashchange" shows it, as back and forward do
 }
 
-async function copy(id) {
-  const text = at(id).textContent;
+async function copy(text) {
+  at("copied").textContent = text;
   try {
     await navigator.clipboard.writeText(text);
   } catch {  // where the browser has no clipboard for files
-    getSelection().selectAllChildren(at(id));
+    getSelection().selectAllChildren(at("copied"));
     document.execCommand("copy");
   }
   at("copied").textContent = `Copied: ${text}`;
@@ -496,8 +496,9 @@ for (const id of ["model", "method", "gpu", "gpus", "length", "batch", "price", 
 at("choice").addEventListener("submit", (event) => event.preventDefault());
 at("strategies").addEventListener("change", (event) => change("row", event.target.value));
 for (const button of document.querySelectorAll("[data-copies]")) {
-  button.addEventListener("click", () => copy(button.dataset.copies));
+  button.addEventListener("click", () => copy(at(button.dataset.copies).textContent));
 }
+at("link").addEventListener("click", () => copy(location.href.replace(/#.*/, "") + addressOf(choiceOf(location.hash).choice)));
 addEventListener("hashchange", show);
 const libraries = Object.entries(figures.versions).map(([name, version]) => `${name} ${version}`).join(", ");
 at("made").textContent = `All by the planner's ${figures.source}, which stand in for the simulated engine; made on ${figures.date} `
