@@ -17,7 +17,7 @@ from zero_recipes.core.files import write_json
 from zero_recipes.core.measured_on import library_versions
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.cache import versions
-from zero_recipes.tools.plan.formulas import Sizes, overheads, predict_by_formulas
+from zero_recipes.tools.plan.formulas import Sizes, predict_by_formulas
 from zero_recipes.tools.plan.job import Job
 from zero_recipes.tools.plan.shape import shape_of
 from zero_recipes.tools.plan.simulator import parent as simulation
@@ -103,18 +103,15 @@ def as_published(job: Job, prediction: Prediction) -> Prediction:
 
 
 def entry(row: court.Row, job: Job, prediction: Prediction | str) -> dict[str, Any]:
-    """What stands in the file. `device`: with context, NCCL and the cache that published readings show. `others`: other
-    planners."""
+    """What stands in the file. `others`: other planners."""
     if isinstance(prediction, str):
         return {"source": "none", "why": prediction}
-    peak, known = prediction.allocated_peak_bytes, overheads()
-    beside = known.beside_segments(job.world_size)
+    peak = prediction.allocated_peak_bytes
     return {
         "source": prediction.source,
         "parameters": prediction.parameters,
         "trainable": prediction.trainable_parameters,
         "allocated": peak,
-        "device": {"low": peak + beside, "high": int(peak * known.cached[1]) + beside},
         "peak_phase": prediction.peak_phase,
         "at_peak": prediction.at_peak,
         "others": estimators.estimates(row, job, prediction.trainable_parameters),

@@ -25,8 +25,9 @@ from benchmarks.planners.court import (
     measured_seconds,
     read_rows,
 )
+from benchmarks.planners.fit import kinds
 from zero_recipes.core.files import write_json
-from zero_recipes.tools.plan.cost import constants, kinds_of, regime_of
+from zero_recipes.tools.plan.cost import constants, regime_of
 from zero_recipes.tools.plan.formulas import overheads
 
 OURS = "this planner"
@@ -78,20 +79,23 @@ def main(blind: bool) -> None:
     brief = {kind: document[kind] for kind in ("groups", "planners", "cached")} | {"times": regimes} | own
     print(*(f"{kind}, {name}: {found}" for kind, part in brief.items() for name, found in part.items()), sep="\n")
     counts = ("likely", "held", "rows", "likely_left_out", "left_out")
-    now = {name: [found[count] for count in counts if count in found] for name, found in regimes.items()}
-    if constants()["blind" if blind else "holds"] != now:
-        print(f"zero_recipes/tools/plan/times.yaml: `{'blind' if blind else 'holds'}` is of other predictions: {now}")
-    kinds: dict[str, set[str]] = {}
-    for row in (row for place in (FOLDER, BLIND) for row in read_rows(place / "times.yaml")):
-        job = job_of_row(row)
-        kinds.setdefault(regime_of(job), set()).update(kinds_of(job, row["gpu"]))
-    if constants()["kinds"] != (now := {name: sorted(kinds[name]) for name in sorted(kinds)}):
-        print(f"zero_recipes/tools/plan/times.yaml: `kinds` are others: {now}")
+    now = {name: [found[count] for count in counts] for name, found in regimes.items()} if not blind else None
+    if now and constants()["holds"] != now:
+        print(f"zero_recipes/tools/plan/times.yaml: `holds` is of other predictions: {now}")
+    of_both = [row for place in (FOLDER, BLIND) for row in read_rows(place / "times.yaml")]
+    if constants()["kinds"] != (covered := kinds([row | {"job": job_of_row(row)} for row in of_both])):
+        print(f"zero_recipes/tools/plan/times.yaml: `kinds` are others: {covered}")
 
 
 def predicted(path: Path, predictions: dict[str, Any]) -> list[Row]:
-    """The rows of a file, each with its prediction, or None, as "found"."""
-    return [row | {"found": predictions.get(row["id"])} for row in read_rows(path)]
+    """The rows of a file, each with its prediction, or None, as "found". Its range is the one that a plan prints."""
+    rows = []
+    for row in read_rows(path):
+        found = predictions.get(row["id"])
+        if found and found["source"] != "none":
+            found = found | {"device": overheads().reserved_range(found["allocated"], row["gpus"]).model_dump()}
+        rows.append(row | {"found": found})
+    return rows
 
 
 def this_program(plan: str) -> dict[str, Any]:
@@ -127,7 +131,8 @@ def scored_time(row: Row, predicted: dict[str, Any]) -> Row:
     for name in ("left_out", "likely_left_out"):
         if name in predicted:
             scored[name] = predicted[name][0] <= seconds <= predicted[name][1]
-    return row | scored | {"scored": scored}
+    found = row | scored | {"scored": scored}
+    return found | {"of_left_out": predicted["left_out"]} if "left_out" in predicted else found
 
 
 def held(rows: list[Row]) -> dict[str, Any]:
@@ -139,8 +144,14 @@ def held(rows: list[Row]) -> dict[str, Any]:
     for name in ("left_out", "likely_left_out"):
         if name in rows[0]:
             found[name] = sum(row[name] for row in rows)
-    found["width"] = round(statistics.median(row["planned"][1] / row["planned"][0] for row in rows), 2)
+    found["width"] = median_width(rows, "planned")
+    if "of_left_out" in rows[0]:
+        found["width_left_out"] = median_width(rows, "of_left_out")
     return found | median_and_worst({row["id"]: row["error"] for row in rows})
+
+
+def median_width(rows: list[Row], name: str) -> float:
+    return round(statistics.median(row[name][1] / row[name][0] for row in rows), 2)
 
 
 def errors(row: Row) -> dict[str, Any]:

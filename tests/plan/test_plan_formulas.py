@@ -115,13 +115,13 @@ def test_infinity_takes_the_disk_and_not_the_hosts_memory():
 
 
 def test_activations_are_korthikantis_without_dropout():
-    """34sbh + 5as²b of arXiv:2205.05198, less the masks: 2sbh and as²b."""
+    """34sbh + 5as²b of arXiv:2205.05198, less the masks: 2sbh and as²b. Eager attention's softmax is in fp32."""
     heads, layers, s = 32, 32, 512
 
     def kept(**values):
         return sizes(job("zero3", **values)).activations()
 
-    scores, fused = 4 * heads * TOKENS * s, 4 * heads * TOKENS
+    scores, fused = (4 + 2) * heads * TOKENS * s, 4 * heads * TOKENS
     assert kept(attn_implementation="eager") == layers * (32 * TOKENS * H + scores) + 2 * 2 * TOKENS * H
     assert kept() == layers * (32 * TOKENS * H + fused) + 2 * 2 * TOKENS * H
     assert kept(activation_checkpointing=True) == layers * 2 * TOKENS * H + 32 * TOKENS * H + fused
@@ -130,6 +130,12 @@ def test_activations_are_korthikantis_without_dropout():
     for dropout, inputs in ((0.1, 3), (0.0, 12)):  # frozen: of six inputs one, dropped out and with a mask, or all
         by_hand = layers * ((20 + inputs) * TOKENS * H + fused) + 2 * 2 * TOKENS * H
         assert kept(use_peft=True, lora_dropout=dropout) == by_hand
+    dropping = job("zero3", attn_implementation="eager")
+    dropping = replace(dropping, config=dropping.config | {"attention_dropout": 0.1, "hidden_dropout": 0.1})
+    masks = (1 * heads * s + 2 * H) * TOKENS  # of bytes; the scores are kept as dropout returns them
+    assert sizes(dropping).layer(TOKENS) - sizes(job("zero3", attn_implementation="eager")).layer(TOKENS) == masks
+    in_fp32 = sizes(job("zero3", attn_implementation="eager", dtype="float32", bf16=False))
+    assert in_fp32.score() == 4 and sizes(replace(in_fp32.job, config=dropping.config)).score() == 4 + 1 + 4
     llama = replace(job("zero3"), config=known_models()["meta-llama/Meta-Llama-3-8B"]["config"])
     # input, queries, keys, values, output; one sum per head; input, gate, up, SiLU, product; two norms
     by_hand = 2 * (4096 + 4096 + 2 * 1024 + 4096) + 4 * 32 + 2 * (4096 + 4 * 14336) + 2 * 2 * 4096
@@ -180,6 +186,18 @@ def test_copies_in_the_step_and_beside_it():
     assert best.allocated_peak_bytes == max(plain.allocated_peak_bytes, loading)
     evaluating = predict_by_formulas(job("zero3", eval_strategy="steps", per_device_eval_batch_size=4096))
     assert evaluating.peak_phase == "evaluation"
+
+
+def test_copies_that_adam_makes_of_what_it_updates_at_once():
+    """torch's list of intermediates (the engine's simulation: 4 bytes a parameter of a subgroup more at stage 3)."""
+
+    def beside(strategy: str, optim: str) -> float:
+        return sizes(job(strategy, optim=optim)).phases()["step"]["other"]
+
+    assert beside("zero0", "adamw_torch") == 2 * beside("zero0", "adamw_torch_fused") == 8 * PSI
+    assert beside("zero3", "adamw_torch") == 2 * beside("zero3", "adamw_torch_fused") == 8 * 10**9  # one subgroup
+    assert beside("zero2", "adamw_torch") == beside("zero2", "adamw_torch_fused")  # flattened gradients went before
+    assert beside("zero3_offload", "adamw_torch") == 0
 
 
 def test_lora_trains_only_its_adapter():

@@ -4,7 +4,7 @@ From counted FLOPs and bytes, the GPU's figures (hardware.yaml), and what hosts 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import Prediction
 from zero_recipes.tools.plan.formulas import DEFAULT_BUCKET, Sizes, bucket_in
 from zero_recipes.tools.plan.job import Job
-from zero_recipes.tools.plan.shape import shape_of
+from zero_recipes.tools.plan.shape import Shape, shape_of
 
 Range = tuple[float, float]  # low, high
 
@@ -27,6 +27,8 @@ ADAM_BYTES = 30  # read and written per parameter: master, moments, gradient in;
 UNPACKED_BYTES = 2 + 9 / 16  # read and written per weight of 4 bits, for each product
 LIKELY_WIDTH = 1.5  # the high end of the likely range over its low end
 LONG = 2048  # tokens of one GPU in a pass
+SHORT = 1024  # tokens, up to which a pass is short through and through
+WIDER = 1.25  # at each end of the range, where no published row is for the card or the way of training
 LONG_ROW = 16_384  # tokens, from which attention decides
 DDP_BUCKET = 25 * 2**20  # bytes; torch's bucket_cap_mb
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # train_sampling_strategy: rows of a micro batch are alike
@@ -40,8 +42,19 @@ def constant(name: str) -> Any:
 
 def passes_of(job: Job) -> str:
     """Name the job's passes as times.yaml's `spread` does. Short ones leave the host less time than it needs."""
-    tokens = job.settings.per_device_train_batch_size * (job.settings.max_length or LONG) / job.sequence_parallel
-    return "long passes" if tokens >= LONG else "short passes"
+    return "long passes" if tokens_of_pass(job) >= LONG else "short passes"
+
+
+def tokens_of_pass(job: Job) -> float:
+    """Tokens of one GPU in a pass."""
+    return job.settings.per_device_train_batch_size * (job.settings.max_length or LONG) / job.sequence_parallel
+
+
+def of_passes(values: Mapping[str, float], job: Job) -> float:
+    """A factor of times.yaml's long and short passes for this job's: between SHORT and LONG tokens between the two."""
+    share = math.log(tokens_of_pass(job) / SHORT, LONG / SHORT)
+    share = min(1.0, max(0.0, share))
+    return values["long passes"] ** share * values["short passes"] ** (1 - share)
 
 
 def regime_of(job: Job) -> str:
@@ -73,19 +86,19 @@ def kinds_of(job: Job, gpu: str) -> set[str]:
     return {card, *(name for name in special if special[name])}
 
 
+def without_rows(job: Job, gpu: Gpu) -> set[str]:
+    """Of its kinds, those that no published time of its regime is for."""
+    return kinds_of(job, gpu.name).difference(constants()["kinds"][regime_of(job)])
+
+
 def how_good(job: Job, gpu: Gpu) -> str:
-    """What the printed range of a step's time is worth."""
+    """What the printed ranges of a step's time are worth, for a source that they were not fitted to."""
     regime = regime_of(job)
-    known = constants()
-    likely, inside, rows = known["holds"][regime][:3]
-    lacking = kinds_of(job, gpu.name).difference(known["kinds"][regime])
-    ending = ""
-    if lacking:
-        ending = f"; none for {', '.join(sorted(lacking))}"
-    elif regime in known["blind"]:
-        ending = "; {} and {} of {} in a blind test".format(*known["blind"][regime])
-    kind = f"published times ({regime})"
-    return f"Step: {likely} of {rows} {kind} are in the likely range, {inside} in the whole one{ending}."
+    *_, rows, likely, whole = constants()["holds"][regime]
+    lacking = ", ".join(sorted(without_rows(job, gpu)))
+    ending = f"; none is for {lacking}: {WIDER:g} times wider at each end" if lacking else ""
+    kind = f"{rows} published times ({regime})"
+    return f"Of {kind}, {likely} are in the likely range and {whole} in the whole one{ending}."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
@@ -164,13 +177,12 @@ def estimate(job: Job, prediction: Prediction, gpu: Gpu, rows: RowLengths | None
     waiting = max(0.0, _hosting(job) - computing - communicating)
     offloading = _offloading(job, prediction, gpu)
     beside = computing + communicating + waiting
-    spread = constants()["spread"]
-    least, most = spread[passes_of(job)]
-    least_offload, most_offload = spread["offload"]
-    low = least * beside + least_offload * offloading
-    high = most * beside + most_offload * offloading
+    least, most = ({kind: ends[i] for kind, ends in constants()["spread"].items()} for i in (0, 1))
+    wider = WIDER if without_rows(job, gpu) else 1
+    low = (of_passes(least, job) * beside + least["offload"] * offloading) / wider
+    high = (of_passes(most, job) * beside + most["offload"] * offloading) * wider
     centre = constants()["centre"]
-    middle = centre[passes_of(job)] * beside + centre["offload"] * offloading
+    middle = of_passes(centre, job) * beside + centre["offload"] * offloading
     sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps / job.sequence_parallel
     used = sequences * flops / peak
     return Speed(
@@ -191,10 +203,17 @@ def _computing(job: Job, prediction: Prediction, gpu: Gpu, share: float, peak: f
     attention = sizes.kernel_flops()
     known = constant("attention")
     reached = known.get(job.settings.attn_implementation, known["flash_attention_2"])  # which torch's own is too
-    seconds = share * (prediction.flops_per_step - attention) / peak / constant("achievable")
+    products = _of_card("products", gpu) * constant("achievable")
+    seconds = share * (prediction.flops_per_step - attention) / peak / products
     seconds += share * attention / peak / reached.get(gpu.name, reached["others"])
     moved = _memory_bytes(job, prediction) + share * _activation_bytes(sizes)
     return seconds + moved / (gpu.memory_gb_s * 1e9 * constant("memory_share"))
+
+
+def _of_card(name: str, gpu: Gpu) -> float:
+    """A value of times.yaml that has one for each card."""
+    values = constant(name)
+    return values.get(gpu.name, values["others"])
 
 
 def _memory_bytes(job: Job, prediction: Prediction) -> float:
@@ -226,7 +245,14 @@ def _hosting(job: Job) -> float:
     """Seconds of Python and launches in one step."""
     shape = shape_of(job.config, job.settings)
     rounds = _rounds(job)
-    seconds = rounds * shape.layers * constant("layer_seconds")
+    each = shape.layers * constant("layer_seconds")
+    if job.settings.use_peft:
+        each += _adapters(shape) * constant("adapter_seconds")
+    if job.quantizes:
+        each += _packed_tensors(shape) * constant("unpack_seconds")
+    if job.is_fsdp and job.world_size > 1:
+        each += shape.layers * constant("shard_seconds")
+    seconds = rounds * each
     if job.zero_stage == 3:
         hooks = rounds * len(shape.tensors) * constant("gather_seconds")
         if "leaf_module" in job.zero.zero:
@@ -235,6 +261,17 @@ def _hosting(job: Job) -> float:
     if job.zero_stage:
         seconds += sum(tensor.trained for tensor in shape.tensors) * constant("reduce_seconds")
     return job.settings.gradient_accumulation_steps * seconds
+
+
+def _adapters(shape: Shape) -> float:
+    """How many adapters all layers have: of two matrices each."""
+    return sum(tensor.trained and tensor.is_matrix for tensor in shape.tensors) / 2
+
+
+def _packed_tensors(shape: Shape) -> int:
+    """How many weights bitsandbytes unpacks: frozen matrices, without the embedding and the head."""
+    frozen = [tensor for tensor in shape.tensors if tensor.is_matrix and not tensor.trained]
+    return sum(tensor.size != shape.embedding for tensor in frozen)
 
 
 def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: float) -> float:

@@ -1,7 +1,7 @@
 """A prediction by textbook formulas, in milliseconds: `zero-recipes plan --quick`. The engine's simulation is exact.
 
 Model states: arXiv:1910.02054, and what DeepSpeed 0.19.8 adds inside its step (tests/helpers/state_terms.py).
-Activations: Korthikanti et al., arXiv:2205.05198, section 4.1 and table 2, without dropout's masks.
+Activations: Korthikanti et al., arXiv:2205.05198, section 4.1 and table 2; eager attention as transformers has it.
 Symbols: s tokens, b sequences in a micro batch, h hidden width, a heads, L layers, V vocabulary.
 Sizes are bytes of one rank.
 """
@@ -259,14 +259,19 @@ class Sizes:
         return MIXED if self.width == 2 else FP32._replace(optimizer=12)
 
     def _copies(self) -> float:
-        """Gradients in the masters' dtype, and those that stages 1 and 2 flatten (stage_1_and_2.py `step`)."""
+        """Gradients in the masters' dtype, and what Adam makes beside them.
+
+        Stages 1 and 2 have flattened gradients there (stage_1_and_2.py `step`), which go before Adam's copies come.
+        """
         zero = self.job.zero
         if zero.stage == 0:
-            return 4 * self.trainable if self.is_mixed else 0
+            masters = 4 * self.trainable if self.is_mixed else 0
+            return masters + self._copies_of_adam(masters or self.width * self.trainable)
         master = 2 if zero.bf16_masters else 4
         share = self.trainable / self.ranks
         if zero.stage == 3:
-            return master * min(share, number_in(zero.zero, "sub_group_size", 10**9))
+            stepped = master * min(share, number_in(zero.zero, "sub_group_size", 10**9))
+            return stepped + self._copies_of_adam(stepped)
         if master != self.width:
             master += self.width
         return master * share
@@ -325,7 +330,7 @@ class Sizes:
         return self.shape.layers * one_layer + 2 * one_input  # the embedding's output and the last norm's input
 
     def layer(self, tokens: int) -> float:
-        """One layer's activations (section 4.1: 34sbh + 5as²b, less dropout's masks, 2sbh and as²b).
+        """One layer's activations (section 4.1: 34sbh + 5as²b, with dropout's masks, 2sbh and as²b, where it drops).
 
         Eager attention keeps the scores, a·s²·b; fused attention keeps one fp32 sum per head and token.
         """
@@ -333,8 +338,21 @@ class Sizes:
         attention = 2 * shape.query_width + 2 * shape.kv_width
         mlp = (3 if shape.gated else 1) * shape.ffn
         kept = self.width * (attention + mlp + 2 * shape.hidden)
-        score = 2 * self.width * self.length if self.is_eager else 4
+        if shape.drops_residual:
+            kept += 2 * shape.hidden
+        score = self.score() * self.length if self.is_eager else 4
         return tokens * (kept + score * shape.heads + self.inputs())
+
+    def score(self) -> int:
+        """Bytes of one score that eager attention keeps, most models of transformers (`eager_attention_forward`).
+
+        softmax keeps what it returns, in fp32. The product with the values keeps that in its own dtype, or as dropout
+        returns it; dropout keeps a mask of bytes.
+        """
+        in_softmax = 4
+        if self.shape.drops_scores:
+            return in_softmax + 1 + self.width
+        return in_softmax + (self.width if self.width < 4 else 0)
 
     def inputs(self) -> float:
         """Bytes of a token that one layer's products keep: the norms' outputs and the MLP's. Frozen ones keep none.

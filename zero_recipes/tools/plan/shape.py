@@ -14,6 +14,8 @@ from zero_recipes.metrics.flops import ModelFlops, active_experts, model_flops
 from zero_recipes.model.layer_configs import configs_of_layers
 from zero_recipes.tools.plan.cache import cached
 
+# configurations' names of what drops a layer's outputs, once behind attention and once behind the MLP
+RESIDUAL_DROPOUTS = ("dropout", "hidden_dropout", "resid_dropout", "resid_pdrop", "residual_dropout")
 LORA_KEYS = ("use_peft", "use_rslora", "use_dora", "peft_config")  # beside lora_*
 
 
@@ -43,6 +45,8 @@ class Shape:
     gated: bool  # SwiGLU and the like
     embedding: int  # and the head's weight: the largest tensor
     positions: int
+    drops_scores: bool  # whether training drops a share of attention's scores
+    drops_residual: bool  # whether it drops a share of what layers add
     dtype: str  # of the weights' file
     flops: ModelFlops
     decoder_layers: Sequence[str]  # their classes
@@ -92,7 +96,8 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
             except ValueError:
                 raise_errors(list(refused_targets(build_on_meta(config), settings)))
                 raise
-    fields = _counts(model) | _widths(config.get_text_config())
+    text = config.get_text_config()
+    fields = _counts(model) | _widths(text) | _dropouts(text)
     fields["multiplied"] = fields["parameters"] - (0 if is_tied else embedding.numel())
     fields["packed"] = packed
     fields["unreached"] = unreached
@@ -134,6 +139,15 @@ def _widths(text: Any) -> dict[str, int]:
         "hidden": text.hidden_size,
         "embedding": text.vocab_size * text.hidden_size,
         "positions": getattr(text, "max_position_embeddings", 0),
+    }
+
+
+def _dropouts(text: Any) -> dict[str, bool]:
+    """By the configuration's names: `attn_pdrop`, `attention_dropout`, and RESIDUAL_DROPOUTS."""
+    dropping = [name for name, share in text.to_dict().items() if "drop" in name and isinstance(share, float) and share]
+    return {
+        "drops_scores": any("att" in name for name in dropping),
+        "drops_residual": any(name in RESIDUAL_DROPOUTS for name in dropping),
     }
 
 

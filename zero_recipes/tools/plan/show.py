@@ -239,8 +239,8 @@ def difference(old: Job, new: Job) -> str:
     batch = after.per_device_train_batch_size
     if batch != before.per_device_train_batch_size:
         passes = after.gradient_accumulation_steps
-        accumulation = f"with {passes} accumulation steps" if passes > 1 else "without accumulation"
-        parts.append(f"micro batches of {batch} {accumulation}")
+        accumulation = f" with {passes} accumulation steps" if passes > 1 else ""
+        parts.append(f"micro batches of {batch}{accumulation}")
     return " and ".join(parts)
 
 
@@ -478,7 +478,7 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False, is_dra
         lines = [basis, *notes(answer)]
     else:
         quality = how_good(answer.recommended.job, answer.request.gpu)
-        lines = [quality, f"{basis}. More: -v."]
+        lines = [f"{quality} {basis}. More: -v."]
         by_reason = {}
         for note in _of_predictions(row for _, row in named_rows):
             strategy, by, reason = note.partition(BY_FORMULAS)
