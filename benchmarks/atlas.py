@@ -172,7 +172,10 @@ def link_of(gpu: Gpu, count: int) -> float:
 
 
 def spread() -> dict[str, Any]:
-    """Factors of seconds, [low, high, middle], for a micro batch of so many tokens, and for offloading."""
+    """Factors of seconds, [low, high, middle], for a micro batch of so many tokens, and for offloading.
+
+    Where published rows are for the job: the page widens the others.
+    """
     jobs = jobs_of(request_of(ANY_MODEL, {}))
     plain = jobs[0]
     offloading = next(job for job in jobs if job.zero.offloads)
@@ -182,22 +185,37 @@ def spread() -> dict[str, Any]:
     while tokens <= max(LENGTHS) * MOST_ROWS:
         job = plain.changed(max_length=tokens)
         speed = estimate(job, predict_by_formulas(job), gpu)
-        beside = speed.computing + speed.communicating + speed.waiting
-        by_tokens[tokens] = [rounded(point / beside) for point in (*speed.step_seconds, speed.middle)]
+        by_tokens[tokens] = [rounded(point / beside_offloading(speed)) for point in points_of(job, speed, gpu)]
         tokens *= 2
     speed = estimate(offloading, predict_by_formulas(offloading), gpu)
-    beside = speed.computing + speed.communicating + speed.waiting
     factors = by_tokens[offloading.settings.max_length]
-    points = zip((*speed.step_seconds, speed.middle), factors, strict=True)
-    offload = [rounded((point - factor * beside) / speed.offloading) for point, factor in points]
+    points = zip(points_of(offloading, speed, gpu), factors, strict=True)
+    offload = [rounded((point - factor * beside_offloading(speed)) / speed.offloading) for point, factor in points]
     return {"tokens": by_tokens, "offload": offload, "likely_width": cost.LIKELY_WIDTH}
+
+
+def points_of(job: Job, speed: Speed, gpu: Gpu) -> tuple[float, float, float]:
+    """Seconds of a step, (low, high, middle), of a range that is not widened."""
+    wider = cost.WIDER if cost.without_rows(job, gpu) else 1
+    low, high = speed.step_seconds
+    return low * wider, high / wider, speed.middle
+
+
+def beside_offloading(speed: Speed) -> float:
+    """Seconds of a step that a range has by the tokens of a micro batch."""
+    return speed.computing + speed.communicating + speed.waiting
 
 
 def accuracy() -> dict[str, Any]:
     """What `cost.how_good` says of a time: the published rows of each regime, and what they cover."""
     known = constants()
-    kept = {name: known[name] for name in ("holds", "blind", "kinds")}
-    return kept | {"long_pass": cost.LONG, "long_row": cost.LONG_ROW}
+    return {
+        "holds": known["holds"],
+        "kinds": known["kinds"],
+        "long_pass": cost.LONG,
+        "long_row": cost.LONG_ROW,
+        "wider": cost.WIDER,
+    }
 
 
 def of_model(name: str) -> dict[str, Any]:

@@ -23,6 +23,34 @@ const lengthsOf = (model) => {
   return figures.lengths.filter((length) => length <= positions);
 };
 
+// Which published times a time is compared with: cost.py `regime_of`.
+function regimeOf(choice, strategy, tokens) {
+  if (figures.strategies[strategy].offloads) return "offload";
+  if (choice.gpus > figures.per_node) return "several machines";
+  return tokens >= figures.accuracy.long_pass ? "one machine, long passes" : "one machine, short passes";
+}
+
+// What of a plan no published time is for: cost.py `without_rows`.
+function lackingOf(choice, strategy, tokens) {
+  const { stage } = figures.strategies[strategy];
+  const name = stage === undefined ? strategyText({ strategy }, choice.gpus) : `zero${stage}`;
+  const card = `${name} on ${choice.gpu}`;
+  const needed = [card, choice.method === "full" ? "full fine-tuning" : choice.method];
+  if (choice.length >= figures.accuracy.long_row) needed.push(`${card} over rows of 16k tokens`);
+  const covered = figures.accuracy.kinds[regimeOf(choice, strategy, tokens)];
+  return needed.filter((kind) => !covered.includes(kind)).sort();
+}
+
+// What the ranges of a time are worth: cost.py `how_good`.
+function howGood(choice, row) {
+  const tokens = row.batch * choice.length;
+  const regime = regimeOf(choice, row.strategy, tokens);
+  const [rows, likely, whole] = figures.accuracy.holds[regime].slice(-3);
+  const lacking = lackingOf(choice, row.strategy, tokens).join(", ");
+  const ending = lacking ? `; none is for ${lacking}: ${figures.accuracy.wider} times wider at each end` : "";
+  return `Of ${rows} published times (${regime}), ${likely} are in the likely range and ${whole} in the whole one${ending}.`;
+}
+
 // What a strategy needs and how long it takes with so many rows in a micro batch; null where it is not planned.
 function planOf(choice, strategy, batch) {
   const method = termsOf(choice);
@@ -58,7 +86,10 @@ function planOf(choice, strategy, batch) {
   const beside = computing + communicating + waiting;
   const factors = figures.spread.tokens[tokens];
   const points = [0, 1, 2].map((point) => factors[point] * beside + figures.spread.offload[point] * offloading);
-  const [low, high, middle] = points;
+  const [narrowLow, narrowHigh, middle] = points;
+  const wider = lackingOf(choice, strategy, tokens).length ? figures.accuracy.wider : 1;
+  const low = narrowLow / wider;
+  const high = narrowHigh * wider;
   const seconds = [low, high];
   const factor = Math.sqrt(figures.spread.likely_width);
   const likely = [Math.max(low, middle / factor), Math.min(high, middle * factor)];
@@ -73,25 +104,6 @@ function planOf(choice, strategy, batch) {
     rate: perStep / middle,
     prices: seconds.map(price),
   };
-}
-
-// What the range of a time is worth: cost.py `how_good`.
-function howGood(choice, row) {
-  const { holds, blind, kinds, long_pass: longPass, long_row: longRow } = figures.accuracy;
-  const { offloads, stage } = figures.strategies[row.strategy];
-  let regime = row.batch * choice.length >= longPass ? "one machine, long passes" : "one machine, short passes";
-  if (choice.gpus > figures.per_node) regime = "several machines";
-  if (offloads) regime = "offload";
-  const name = stage === undefined ? strategyText(row, choice.gpus) : `zero${stage}`;
-  const card = `${name} on ${choice.gpu}`;
-  const needed = [card, choice.method === "full" ? "full fine-tuning" : choice.method];
-  if (choice.length >= longRow) needed.push(`${card} over rows of 16k tokens`);
-  const lacking = needed.filter((kind) => !kinds[regime].includes(kind)).sort();
-  const [likely, inside, all] = holds[regime];
-  let ending = "";
-  if (lacking.length) ending = `; none for ${lacking.join(", ")}`;
-  else if (blind[regime]) ending = `; ${blind[regime][0]} and ${blind[regime][1]} of ${blind[regime][2]} in a blind test`;
-  return `Step: ${likely} of ${all} published times (${regime}) are in the likely range, ${inside} in the whole one${ending}.`;
 }
 
 // The smallest micro batch that is nearly as fast as the fastest that fits: choose.py `better`.
