@@ -60,7 +60,8 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, monkeypatch):
     said = plan(capsys)
     lines = said.splitlines()
     assert lines[0].startswith("zero3 with micro batches of 8 fits")
-    assert "pythia-6.9b-deduped on 2 x h100-80gb: 76.8 of 85.5 GB (nvidia-smi up to 85.5), " in " ".join(lines[:4])
+    first = " ".join(line.strip() for line in lines[:4])
+    assert "pythia-6.9b-deduped on 2 x h100-80gb: 76.8 of 85.5 GB (nvidia-smi up to 85.5), likely " in first
     assert len(lines) <= 24
     command = next(line for line in lines if line.startswith("zero-recipes train "))
     assert command.startswith(f"zero-recipes train {RECIPE} --config_file zero3.yaml --num_processes 2 --per_device_tr")
@@ -72,7 +73,7 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, monkeypatch):
         assert fits == ("fits" if needed <= 77.7 else "may run out" if needed <= 85.5 else "does not fit")
     monkeypatch.setenv("COLUMNS", "240")
     verbose = plan(capsys, "--verbose")
-    assert "+17.4 GB" in verbose and verbose.count(" are in the likely range ") == 1
+    assert "+17.4 GB" in verbose and verbose.count(" are in the likely range, ") == 1
     assert "zero0: the cheapest change that fits: zero3" in verbose
 
 
@@ -102,7 +103,7 @@ def test_the_formulas_answer_is_there_while_rows_are_simulated(capsys, monkeypat
     monkeypatch.setattr(command, "terminal", lambda: Console(force_terminal=True, width=80))
     assert cli.main(words) == 0 and "the engine's results follow" in seen[1][0].out
     shown = seen[1][1].out
-    assert "3 simulations are left" in shown and "zero3 fits" in shown and " 1.0 of 85.5 GB" in shown
+    assert "3 simulations are left" in shown and "1.0 of 85.5 GB" in " ".join(shown.split())
 
 
 def test_only_what_must_be_simulated_starts_the_engines_process(capsys, tmp_path, monkeypatch):
@@ -241,12 +242,12 @@ def test_epochs_of_data_at_hand_are_counted_in_steps(capsys):
 
 def test_the_smallest_machine_is_looked_for(capsys):
     said = plan(capsys, gpus="1,2,4,8", gpu="l40s")
-    larger = "zero3 with micro batches of 8 fits EleutherAI/pythia-6.9b-deduped on "
-    assert said.startswith(f"{larger}4 x l40s-48gb, the cheapest a token of 1, 2,") and "tokens/s, " in said
+    cheapest = "zero3 fits EleutherAI/pythia-6.9b-deduped on 4 x l40s-48gb, the cheapest a token of 1, 2, 4, 8 GPUs: "
+    assert said.startswith(cheapest) and "tokens/s, " in said
     assert all(row in said for row in ("\n1 x zero2_offload  fits", "\n4 x zero3          fits"))
     found = document(capsys, "--strategies", "zero2,zero3", gpus="1,2,4,8", gpu="l40s")
     words = {(row["job"]["world_size"], row["job"]["strategy"]): row["fit"]["status"] for row in found["rows"]}
-    assert words[2, "zero3"] == "no" and words[4, "zero3"] == "tight" and found["smallest_machine"] == 4
+    assert words[2, "zero3"] == "no" and words[4, "zero3"] == "fits" and found["smallest_machine"] == 4
     assert "--num_processes 4" in found["recommendation"]["command"]
     tiny = document(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
     assert set(tiny["not_planned"]["4"]) == set(strategies())  # global_batch_size 16: not by 4 processes

@@ -96,9 +96,9 @@ def how_good(job: Job, gpu: Gpu) -> str:
     regime = regime_of(job)
     *_, rows, likely, whole = constants()["holds"][regime]
     lacking = ", ".join(sorted(without_rows(job, gpu)))
-    ending = f"; none is for {lacking}: {WIDER:g} times wider at each end" if lacking else ""
+    ending = f"; none is for {lacking}: {WIDER:g} times wider" if lacking else ""
     kind = f"{rows} published times ({regime})"
-    return f"Of {kind}, {likely} are in the likely range and {whole} in the whole one{ending}."
+    return f"{likely} of {kind} are in the likely range, {whole} in the whole{ending}."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
