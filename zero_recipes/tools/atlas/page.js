@@ -47,8 +47,8 @@ function howGood(choice, row) {
   const regime = regimeOf(choice, row.strategy, tokens);
   const [rows, likely, whole] = figures.accuracy.holds[regime].slice(-3);
   const lacking = lackingOf(choice, row.strategy, tokens).join(", ");
-  const ending = lacking ? `; none is for ${lacking}: ${figures.accuracy.wider} times wider at each end` : "";
-  return `Of ${rows} published times (${regime}), ${likely} are in the likely range and ${whole} in the whole one${ending}.`;
+  const ending = lacking ? `; none is for ${lacking}: ${figures.accuracy.wider} times wider` : "";
+  return `${likely} of ${rows} published times (${regime}) are in the likely range, ${whole} in the whole${ending}.`;
 }
 
 // What a strategy needs and how long it takes with so many rows in a micro batch; null where it is not planned.
