@@ -409,7 +409,7 @@ function answerOf(choice, rows, best, chosen) {
   const way = row.batch > 1 ? ` with micro batches of ${row.batch}` : "";
   const lacksHost = row.host > row.usualHost;
   const fits = { fits: "fits", tight: lacksHost ? "may run out of host memory on" : "may run out of memory on", no: "does not fit" };
-  const parts = [`${gigabytes(row.needed)} of ${gigabytes(row.capacity)} GB (nvidia-smi: up to ${gigabytes(row.shown)})`];
+  const parts = [`${gigabytes(row.needed)} of ${gigabytes(row.capacity)} GB (nvidia-smi up to ${gigabytes(row.shown)})`];
   if (row.host) parts.push(`${gigabytes(row.host)} GB of host memory${lacksHost ? ` where ${gigabytes(row.usualHost)} are usual` : ""}`);
   parts.push(`likely ${between(row.likely, inSeconds).replace(" - ", " to ")} per step`, `about ${aboutRate(row)} tokens/s`);
   if (choice.price > 0) parts.push(`price of 1M tokens ${priceText(choice, row).replace(" - ", " to ")}`);
