@@ -1,9 +1,10 @@
 """A hook of mkdocs (mkdocs.yml): the site has every file that its pages link to, and no link of it is dead.
 
 Pages link to files beside docs/ as on GitHub (`../recipes/pythia.yaml`). Such a file is copied to files/ of the site,
-and the link points there. The notebook becomes a page with its outputs, and each code gets its cause and fix. After the
-build every href and src is followed: it must end at a file of the site and its #part at an id there, and no page may
-load anything from elsewhere. What is wrong is a warning, an error with --strict (--quiet makes mkdocs count none).
+and the link points there. The notebook becomes a page with its outputs, the atlas gets its script and figures, and each
+code gets its cause and fix. After the build every href and src is followed: it must end at a file of the site and its
+#part at an id there, and no page may load anything from elsewhere. What is wrong is a warning, an error with --strict
+(--quiet makes mkdocs count none).
 
 Markdown beside docs/ (`../CONTRIBUTING.md`) becomes a page in files/, whose links lead to the others.
 """
@@ -14,6 +15,7 @@ import logging
 import os
 import re
 import string
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -21,6 +23,10 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from zero_recipes.tools.atlas.page import FOLDER, whole_page  # noqa: E402
+
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 SHOWN = (".json", ".png", ".svg", ".html", ".ipynb")  # a browser shows the others only as text
@@ -28,6 +34,7 @@ BESIDE = "files/"  # where the site has files beside docs/
 ALONE = re.compile(r"\{\w+\}\.?")  # a text that only a run knows
 CODES = "codes.html"  # mkdocs.yml: no folder for each page
 NOTEBOOK, NOTEBOOK_PAGE = "lesson.ipynb", "notebook.md"
+ATLAS, ATLAS_PAGE = FOLDER / "page.html", "atlas/index.html"
 LOG = logging.getLogger("mkdocs.hooks.site_links")
 
 
@@ -43,6 +50,8 @@ def outside(link: str, page: str) -> Path | None:
 
 def place(target: Path) -> str:
     """Where the site has a file of the repository."""
+    if target == ATLAS:
+        return ATLAS_PAGE
     name = f"files/{target.relative_to(ROOT).as_posix()}"
     if target.is_relative_to(DOCS):
         return name.removeprefix(f"{BESIDE}docs/")
@@ -58,7 +67,9 @@ def on_files(files, config):
             target = outside(link, page.src_uri)
             if target is None or place(target) in files.src_uris:
                 continue
-            if target.is_file():
+            if target == ATLAS:
+                files.append(File.generated(config, ATLAS_PAGE, content=whole_page()))
+            elif target.is_file():
                 files.append(File.generated(config, place(target), abs_src_path=str(target)))
                 if target.suffix == ".md":
                     pages.append(files.get_file_from_path(place(target)))  # its links, too

@@ -64,6 +64,11 @@ def test_two_steps_of_a_fetched_model_under_zero2_from_an_empty_folder(installed
 
     assert "next: zero-recipes ask output/mine" in ended.stdout
 
+    opened = ran(installed, tmp_path, "atlas", "--output", "atlas.html", "--no_browser")
+    assert opened.returncode == 0, opened.stderr
+    page = (tmp_path / "atlas.html").read_text()
+    assert "function planOf(" in page and '"qwen3-8b":{"name":"Qwen/Qwen3-8B"' in page
+
     begun = ran(installed, tmp_path, "init", "here")
     assert begun.returncode == 0 and "cd here && zero-recipes train" in begun.stdout
     names = {path.name for path in (tmp_path / "here").iterdir()}

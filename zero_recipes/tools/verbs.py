@@ -216,6 +216,33 @@ class Plan(Verb):
         return command.run(arguments, arguments.overrides)
 
 
+class Atlas(Verb):
+    """Plans of many models to look up."""
+
+    name = "atlas"
+    help = "open a page with the plans of many models on many GPUs; it needs no network"
+
+    @staticmethod
+    def add_arguments(parser: ArgumentParser) -> None:
+        parser.add_argument("--output", type=Path, help="file for the page; default: in the cache of Hugging Face")
+        parser.add_argument("--no_browser", action="store_true", help="write the page without opening it")
+
+    @staticmethod
+    def run(arguments: Namespace) -> int:
+        import webbrowser
+
+        from zero_recipes.core.files import write_text
+        from zero_recipes.tools.atlas.page import whole_page
+        from zero_recipes.tools.plan.cache import FOLDER
+
+        file = arguments.output or FOLDER.parent / "atlas.html"
+        write_text(file, whole_page())
+        print(file.resolve())
+        if not arguments.no_browser:
+            webbrowser.open(file.resolve().as_uri())
+        return 0
+
+
 class Rehearse(Verb):
     """The whole job with a small model."""
 
@@ -525,6 +552,7 @@ VERBS: tuple[type[Verb], ...] = (
     Check,
     Import,
     Plan,
+    Atlas,
     Rehearse,
     Rent,
     Sweep,
