@@ -8,7 +8,7 @@ import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import fsspec
@@ -62,7 +62,8 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
             raise MissingSplit([finding("ZR507", name=name, known=", ".join(splits), key=key)]) from None
         if settings.datasets:  # recognised entry by entry
             return rows
-        rows, form = _formatted(rows, name, settings, {})
+        recognised = _recognised(rows, name, settings, {})
+        rows, form = _converted(recognised, recognised.form, settings)
         if form.example is None:  # all have weight 0
             raise _no_rows(f"the split {name}")
         found.append(form)
@@ -106,12 +107,15 @@ def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
 def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
     """One after the other, by TRL's `fraction`, or drawn by `weight`."""
     _refuse_unclear_shares(settings)
+    entries = [_entry(entry, settings) for entry in settings.datasets]
+    alike = forms.made_alike([entry.form for entry in entries], [str(entry["path"]) for entry in settings.datasets])
     parts = []
     found = []
-    for entry in settings.datasets:
-        rows, form = _entry(entry, settings)
+    for entry, form in zip(entries, alike, strict=True):
+        rows, form = _converted(entry, form, settings)
         parts.append(rows)
         found.append(form)
+    parts = forms.with_same_columns(parts)
     weights = _shares("weight", settings)
     fractions = _shares("fraction", settings)
     if weights:
@@ -155,13 +159,13 @@ def _first_rows(parts: list[Rows], shares: list[float]) -> list[Rows]:
     return [part.select(range(round(share * total))) for part, share in pairs]
 
 
-def _entry(entry: dict[str, Any], settings: Settings) -> tuple[Rows, Form]:
-    """As TRL's get_dataset loads it, and formatted."""
+def _entry(entry: dict[str, Any], settings: Settings) -> "Recognised":
+    """As TRL's get_dataset loads it, and recognised."""
     split = entry.get("split") or "train"
     rows = _loaded(_source(entry), split, settings.streaming)
     if isinstance(entry.get("columns"), list):
         rows = rows.select_columns(entry["columns"])
-    return _formatted(rows, split, settings, entry)
+    return _recognised(rows, split, settings, entry)
 
 
 def _loaded(source: dict[str, Any], split: str | None, streaming: bool) -> Any:
@@ -225,7 +229,16 @@ def _format_of(file: str) -> str | None:
     return keys.FORMATS.get(Path(file.removesuffix(".gz")).suffix)
 
 
-def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, Any]) -> tuple[Rows, Form]:
+class Recognised(NamedTuple):
+    """Rows of a split, not converted, and the form that they have."""
+
+    rows: Rows
+    kinds: dict[str, str]  # what each column holds
+    form: Form
+    split: str
+
+
+def _recognised(rows: Rows, split: str, settings: Settings, entry: Mapping[str, Any]) -> Recognised:
     """`entry`: of `datasets`, whose own keys go before the recipe's."""
     columns = entry.get("columns")
     if not isinstance(columns, Mapping):  # names of columns to keep
@@ -244,6 +257,15 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
         columns = [f"{name} ({kind})" for name, kind in sorted(kinds.items())]
         wanted = forms.tables()["wanted"]
         raise _unknown_columns(split, columns, wanted.get(dataset_format, wanted["any"]))
+    if dataset_format is None:
+        with reading(_sources(settings)):
+            form = forms.of_mixed_rows(form, rows, kinds, settings, split)
+    return Recognised(rows, kinds, form, split)
+
+
+def _converted(recognised: Recognised, form: Form, settings: Settings) -> tuple[Rows, Form]:
+    """The rows as `form` makes them, and the form with what became of the columns and its first row."""
+    rows, kinds, _, split = recognised
     if settings.assistant_only_loss and not form.turns:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(kinds))
     description = form.description
