@@ -58,3 +58,21 @@ def test_what_an_option_takes(capsys, words, message):
         with pytest.raises(SystemExit):
             parse_arguments(arguments)
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "trusts"),
+    [
+        (["--trust_remote_code", "model"], True),
+        (["--trust_remote_code", "true", "model"], True),
+        (["model", "--trust_remote_code", "False"], False),
+        (["model", "--trust_remote_code=false"], False),
+        (["model", "--trust-remote-code"], True),
+        (["model"], False),
+    ],
+)
+def test_the_leave_to_run_code_is_given_or_refused_as_in_a_recipe(words, trusts):
+    for verb in ("ask", "verify"):
+        assert parse_arguments([verb, *words]).trust_remote_code == trusts
+    named = parse_arguments(["check", "tiny.yaml", "--trust_remote_code", "false"])
+    assert named.overrides == ["--trust_remote_code", "false"], "a key of the recipe"

@@ -195,7 +195,7 @@ def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path, 
     ("requested", "code", "words"),
     [
         (b'{"prompt": "a"', "ZR199", "Expecting"),
-        ("nowhere.jsonl", "ZR199", "nowhere.jsonl"),
+        ("nowhere.jsonl", "ZR589", "nowhere.jsonl"),
         (["a", None], "ZR199", "row 1"),
         (b'{"prompt": "a", "completion": 1.5}\n{"prompt": {"a": 1}}', "ZR199", "row 1"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "ZR199", "chat_template"),

@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from zero_recipes.config import keys
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding, first_line, refusal
-from zero_recipes.core.library_errors import library_error_as_finding
+from zero_recipes.core.library_errors import absent_model_as_finding, library_error_as_finding
 from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
 from zero_recipes.engine.faults import json_texts
@@ -450,7 +450,7 @@ def _broken(file: str) -> str | None:
 
 def read_tokenizer(name: str, settings: Settings, **keywords: Any) -> Tokenizer:
     """Read a tokenizer as it is saved. `keywords`: of from_pretrained. Raises Refusal."""
-    with library_error_as_finding(f"reading the tokenizer of {name}"):
+    with library_error_as_finding(f"reading the tokenizer of {name}"), absent_model_as_finding(name):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=settings.trust_remote_code, **keywords)
 
 

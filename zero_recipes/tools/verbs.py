@@ -25,6 +25,7 @@ class Verb:
     name: ClassVar[str]
     help: ClassVar[str]
     takes_overrides: ClassVar[bool] = False  # unknown options override keys of the recipe
+    has_trust_switch: ClassVar[bool] = False  # `add_trust`: --trust_remote_code is no key of the recipe
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -359,6 +360,7 @@ class Ask(Verb):
     name = "ask"
     help = "prompt a saved model and its base model with the same prompts and score both"
     takes_overrides = True
+    has_trust_switch = True
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -377,6 +379,7 @@ class Verify(Verb):
 
     name = "verify"
     help = "check that a saved model, adapter or checkpoint is complete"
+    has_trust_switch = True
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -402,6 +405,7 @@ class Export(Verb):
     name = "export"
     help = "export a run's model, with LoRA merged, as safetensors and GGUF"
     takes_overrides = True
+    has_trust_switch = True
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
