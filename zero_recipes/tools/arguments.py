@@ -15,7 +15,7 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
     parser = argparse.ArgumentParser(
         prog="zero-recipes",
         description=description,
-        epilog="For options, run zero-recipes SUBCOMMAND --help. See also docs/commands.md.",
+        epilog="For options, run zero-recipes SUBCOMMAND --help.",
     )
     commands = parser.add_subparsers(dest="verb", required=True, metavar="SUBCOMMAND")
     for verb in VERBS:

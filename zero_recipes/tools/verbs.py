@@ -66,7 +66,9 @@ def add_launch(parser: ArgumentParser) -> None:
 def add_machines(parser: ArgumentParser) -> None:
     """Add what a plan must know of the machines, and how it is made."""
     parser.add_argument("--gpus", required=True, help="number of GPUs; of a list (1,2,4,8), the smallest that fits")
-    parser.add_argument("--gpu", default="h100-80gb", help="GPU type; docs/commands.md lists all; default: %(default)s")
+    parser.add_argument(
+        "--gpu", default="h100-80gb", help="GPU type, e.g. a100-80gb; an unknown one lists all; default: %(default)s"
+    )
     parser.add_argument(
         "--strategies", type=names, help="comma-separated names, or all; default: the stages and CPU offload"
     )
@@ -102,7 +104,7 @@ class Init(Verb):
     """Files of the package, copied for editing."""
 
     name = "init"
-    help = "copy recipes, ds_configs, accelerate_configs, run_sft.py and the demo's data for editing"
+    help = "copy recipes, configurations, run_sft.py and the demo's data for editing, and a recipe for your own data"
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -501,13 +503,17 @@ class Explain(Verb):
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
-        parser.add_argument("code", help="e.g. ZR104; docs/codes.md lists all")
+        parser.add_argument("code", help="e.g. ZR104, as a message has it; all: a list of all codes")
 
     @staticmethod
     def run(arguments: Namespace) -> int:
         code = arguments.code.upper()
+        if code == "ALL":
+            for known in sorted(table()):
+                print(f"{known}  {' '.join(described(known)['what'].split())}")
+            return 0
         if code not in table():
-            print(f"unknown code {code}; docs/codes.md lists all codes", file=sys.stderr)
+            print(f"unknown code {code}; `zero-recipes explain all` lists all codes", file=sys.stderr)
             return REFUSED
         row = described(code)
         print(f"{code} ({row['area']}, {row['level']}): {row['what']}")

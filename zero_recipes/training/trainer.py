@@ -342,6 +342,8 @@ class ZeroSFTTrainer(TokenWeightedTrainer):
             renamed_weights.load_weights_by_class(self.model, self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
+        metric = f"{self.args.metric_for_best_model} {self.state.best_metric:.4g}"
+        say(f"the model is that of the best checkpoint: {self.state.best_model_checkpoint} ({metric})")
 
     # the model
 
