@@ -342,8 +342,9 @@ class ZeroSFTTrainer(TokenWeightedTrainer):
             renamed_weights.load_weights_by_class(self.model, self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
-        metric = f"{self.args.metric_for_best_model} {self.state.best_metric:.4g}"
-        say(f"the model is that of the best checkpoint: {self.state.best_model_checkpoint} ({metric})")
+        metric = f"eval_{self.args.metric_for_best_model.removeprefix('eval_')}"
+        checkpoint = self.state.best_model_checkpoint
+        say(f"the model is that of the best checkpoint: {checkpoint} ({metric} {self.state.best_metric:.4g})")
 
     # the model
 
