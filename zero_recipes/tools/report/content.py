@@ -21,6 +21,7 @@ MOST_ANSWERS = 12
 # pictures of the comparison, with what a reader hears who does not see them
 PICTURES = {
     "staircase": "Bars: bytes of parameters, gradients and optimizer on one rank, for each strategy",
+    "speed": "Bars: tokens per second of each strategy",
     "loss": "Lines: training loss of each strategy",
 }
 OF_A_RUN = "Lines: training and evaluation loss of this run"
@@ -126,7 +127,7 @@ def _answers(run: MeasuredRun | None) -> Answers | None:
     if run is None:
         return None
     count = len(run.samples)
-    title = f"Answers of the run {run.label} to {count} prompts"
+    title = f"{count} prompts, answered before and after the run named {run.label}"
     if count > MOST_ANSWERS:
         title += f"; the first {MOST_ANSWERS} are shown"
     rows = []

@@ -120,8 +120,11 @@ def _volumes(rows: Sequence[Row]) -> list[str]:
         paper = units.fixed(row["paper_in_phi"], 2)
         # ZeRO++'s paper counts what crosses between nodes
         if sent and paper not in ("", sent) and row["strategy"] not in zero_paper.PLUS_PLUS:
-            unlike.append(f"{row['label']} {sent}Φ ({paper}Φ)")
-    return unlike and [f"Sent per step (in brackets: by the paper's formula): {', '.join(unlike)}."]
+            formula = paper if unlike else f"by the ZeRO paper's formula {paper}"
+            unlike.append(f"{row['label']} {sent} ({formula})")
+    if not unlike:
+        return []
+    return [f"Sent in a step, in sizes of the weights: {', '.join(unlike)}. The libraries are built so."]
 
 
 def sampled_run(runs: Runs) -> MeasuredRun | None:
