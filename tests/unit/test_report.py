@@ -243,7 +243,26 @@ def test_volumes_are_compared_with_the_papers_where_both_count_the_same(tmp_path
 
 def test_no_strategy_is_advised_by_the_speed_of_cpus(tmp_path):
     advice = bottom_line(sweep(tmp_path, make=on_cpu))[0]
-    assert advice.startswith("Smallest model states: zero3, 8.00 MB. CPU processes say nothing about")
+    assert advice.startswith("Take zero3 for the least memory: 8.00 MB of model states. These runs on CPUs say nothing")
+    assert "zero-recipes plan RECIPE.yaml --gpus 2" in advice
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ('{"recommendation": {"strategy": "zero2"}, "bottom_line": "zero2 fits x on 2 x h100-80gb: 1 s."}',
+         "Take zero2, by zero-recipes plan: zero2 fits x on 2 x h100-80gb: 1 s. These runs on CPUs say nothing"),
+        ('{"recommendation": null, "bottom_line": "nothing fits"}', "Take zero3 for the least memory"),
+        ("", "Take zero3 for the least memory"),
+    ],
+)  # fmt: skip
+def test_a_plan_beside_runs_on_cpus_says_what_to_take_and_none_beside_runs_on_gpus(tmp_path, text, first):
+    for name, make in (("cpu", on_cpu), ("gpu", metrics)):
+        sweep(tmp_path / name, make=make)
+        (tmp_path / name / "plan.json").write_text(text)
+        page, printed = written(tmp_path / name, width=300)
+        expected = first if name == "cpu" else "Take zero2 (970 tokens/s)"
+        assert printed.startswith(f"- {expected}") and expected in page
 
 
 def test_the_json_is_strict_and_has_the_numbers_unrounded(report):
@@ -261,8 +280,8 @@ def test_a_cpu_page_says_so_and_one_run_alone_has_no_bars(report, tmp_path):
     assert "CPU processes" not in report[1]
     save(tmp_path / "mine", on_cpu("zero2"))
     page, printed = written(tmp_path)
-    assert "CPU processes say nothing" in page and "CPU processes, no GPU" in page
-    assert "CPU processes say nothing" in " ".join(printed.split())
+    assert "on CPUs say nothing" in page and "CPU processes, no GPU" in page
+    assert "on CPUs say nothing" in " ".join(printed.split())
     assert not [*tmp_path.glob("*.png")]
     assert ">Run mine<" in page and "<h2>Comparison" not in page
 
