@@ -14,5 +14,8 @@ zero-recipes sweep recipes/tiny.yaml --strategies ddp,zero0,zero1,zero2,zero3 --
 echo "full run: 120 steps with ZeRO-2, with answers before and after"
 accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 \
     run_sft.py recipes/tiny.yaml --output_dir "$out/full" --overwrite true || failed=1
+# which strategy GPUs would take: the report's first line, where the runs were on CPUs
+zero-recipes plan recipes/tiny.yaml --gpus 2 --quick --strategies ddp,zero0,zero1,zero2,zero3 --json > "$out/plan.json" ||
+    rm -f "$out/plan.json"
 zero-recipes report "$out"
 exit $failed

@@ -70,6 +70,8 @@ def test_the_best_model_is_the_one_that_is_saved(two, tmp_path, strategy):
     ours, wanted, last = (load_file(folder / "model.safetensors") for folder in folders)
     assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
     assert not torch.equal(ours["embed_out.weight"], last["embed_out.weight"])
+    said = f"the model is that of the best checkpoint: {out / f'checkpoint-{best}'} (eval_loss {min(losses):.4g})\n"
+    assert two.log(0, 10**6).count(said) == 1
 
 
 @pytest.mark.parametrize("strategy", [grid("zero1"), "zero2", "zero3", grid("zero2_offload")])

@@ -240,6 +240,7 @@ def cast_in(module: str) -> dict:
 FAULTS = [
     # the recipe's text and values
     fault("no YAML", "ZR199", "files", {"recipe.yaml": "max_steps: [1\n"}),
+    fault("a tab", "ZR913", "files", {"recipe.yaml": "max_steps: 1\npeft_config:\n\tr: 4\n"}, names="line 3"),
     fault("an empty recipe", "ZR118", "files", {"recipe.yaml": ""}),
     fault("an env block that is no mapping", "ZR119", "recipe", "env: fast"),
     fault("a key that stands twice", "ZR126", "recipe", "max_steps: 5\nmax_steps: 7"),
@@ -326,6 +327,10 @@ FAULTS = [
     # what TRL, transformers, PEFT and torch refuse by themselves: one net
     fault("TRL's trainer", "ZR199", "recipe", "router_aux_loss_coef: 0.1", names="building TRL's trainer"),
     fault("transformers' model", "ZR199", "recipe", "attn_implementation: sparkle", names="the model"),
+    fault("a package that is not installed", "ZR445", "recipe", "attn_implementation: flash_attention_2",
+          "attn_implementation: sdpa"),
+    fault("a model that is not there", "ZR444", "overrides", ("--model_name_or_path", "./nowhere"), names="./nowhere"),
+    fault("prompts that are not there", "ZR589", "recipe", "sample_prompts: nowhere.jsonl", "sample_prompts: [a]"),
     fault("PEFT's configuration", "ZR199", "recipe", f"{LORA}\nlora_task_type: X", f"{LORA}\ndtype: bfloat16", "LoRA"),
     fault("torch's optimizer", "ZR199", "recipe", "optim_args: sparkle", names="the optimizer"),
     fault("transformers' schedule", "ZR199", "recipe", "lr_scheduler_kwargs: {x: 1}", names="the schedule"),
@@ -336,9 +341,9 @@ FAULTS = [
           "activation_checkpointing: true\nactivation_checkpointing_kwargs: {x: 1}",
           "activation_checkpointing: true\nactivation_checkpointing_kwargs: {}", "recomputing activations"),
     # ... and DeepSpeed and accelerate of a ds_config
-    fault("a value that contradicts the run", "ZR199", "ds", {"train_batch_size": 128}, names="ds.json"),
-    fault("a misspelt parameter of Adam", "ZR199", "ds", {"optimizer": {"type": "Adam", "params": {"lr": 1, "b": 1}}},
-          ADAM),
+    fault("a value that contradicts the run", "ZR911", "ds", {"train_batch_size": 128}, names="ds.json"),
+    fault("a misspelt parameter of Adam", "ZR199", "ds",
+          {"optimizer": {"type": "Adam", "params": {"lr": "auto", "b": 1}}}, ADAM),
     fault("a schedule that DeepSpeed does not have", "ZR199", "ds", {"scheduler": {"type": "WarmUpLR"}},
           schedule("auto")),
     fault("a schedule with one rate for both groups of LoRA+", "ZR195", "ds", CYCLE, schedule("auto"), "OneCycle",

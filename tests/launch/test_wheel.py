@@ -72,7 +72,8 @@ def test_two_steps_of_a_fetched_model_under_zero2_from_an_empty_folder(installed
     begun = ran(installed, tmp_path, "init", "here")
     assert begun.returncode == 0 and "cd here && zero-recipes train" in begun.stdout
     names = {path.name for path in (tmp_path / "here").iterdir()}
-    assert names == {"recipes", "ds_configs", "accelerate_configs", "tiny_world", "run_sft.py"}
+    copied = {"recipes", "ds_configs", "accelerate_configs", "tiny_world", "run_sft.py"}
+    assert names == copied | {"my-data.yaml", "ddp.yaml", "zero1.yaml", "zero2.yaml", "zero3.yaml"}
     config = (tmp_path / "here" / "ds_configs" / "zero2.json").read_text()
     assert json.loads(config)["zero_optimization"]["stage"] == 2
     (tmp_path / "here" / "recipes" / "tiny.yaml").write_text("seed: 1")

@@ -138,7 +138,7 @@ def places(tmp_path_factory, tuned, adapter) -> dict[str, Path]:
     [
         (["nowhere"], "ZR784"),
         ([BASE], "ZR570"),
-        ([BASE, "--sample_prompts", "nowhere.jsonl"], "ZR199"),
+        ([BASE, "--sample_prompts", "nowhere.jsonl"], "ZR589"),
         ([BASE, "--sample_prompts", "{rows}", "--output_dir", "{full}", *FORMAT], "ZR793"),
         ([BASE, "--max_lenth", "3"], "ZR103"),
         (["{cut}", "--sample_prompts", "{rows}", *FORMAT], "ZR787"),
@@ -146,7 +146,7 @@ def places(tmp_path_factory, tuned, adapter) -> dict[str, Path]:
         (["{mute}", "--sample_prompts", "{rows}", *FORMAT], "ZR575"),
         (["{pickle}", "--sample_prompts", "{rows}", *FORMAT], "ZR784"),
         (["{tuned}", "--base", "{swapped}", "--sample_prompts", "{rows}", *FORMAT], "2 tokens of"),
-        (["{tuned}", "--base", "./nowhere", "--sample_prompts", "{rows}", *FORMAT], "./nowhere"),
+        (["{tuned}", "--base", "./nowhere", "--sample_prompts", "{rows}", *FORMAT], "ZR444"),
         (["{adapter}", "--base", "none", "--sample_prompts", "{rows}"], "ZR788"),
         (["{unnamed}", "--sample_prompts", "{rows}"], "ZR788"),
     ],

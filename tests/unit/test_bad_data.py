@@ -1,6 +1,8 @@
 """Data that is wrong inside is refused with its row, or its file and line, before a model is loaded."""
 
+import csv
 import gzip
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -154,3 +156,31 @@ def test_errors_that_the_recipe_ignores_are_warnings_also_of_rows_that_are_kept(
         (found,) = found_in(data, ignore=["ZR533"])
         assert (found.level, found.ignored) == ("warning", True)
     assert refusal_of(prepared, data).codes == ["ZR533"], "what one run ignores, another does not"
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_the_fix_of_empty_answers_copies_the_other_rows_whatever_else_is_empty(tmp_path, monkeypatch, separator):
+    """An unused column is half empty, as in most tables; the file itself stays as it is."""
+    cells = [("ask", "reply", "note")]
+    cells += [(f"Say {i}.", "" if i < 10 else f"Word, {i}; NA", "" if i % 2 else "seen") for i in range(40)]
+    data = tmp_path / "rows.csv"
+    with data.open("w", newline="") as file:
+        csv.writer(file, delimiter=separator).writerows(cells)
+    before = data.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    keys = {"columns": {"question": "ask", "answer": "reply"}, "dataset_format": None}
+    refused = refusal_of(prepared, Path("rows.csv"), **keys)
+    assert refused.codes == ["ZR533"] and refused.what.startswith("10 of 40 rows")
+    command = refused.fix.partition("python -c ")[2].partition(". Then name filled/rows.csv in the recipe")[0]
+    exec(*shlex.split(command), {})
+    assert data.read_bytes() == before
+    with Path("filled/rows.csv").open(newline="") as file:
+        assert [tuple(row) for row in csv.reader(file, delimiter=separator)] == [cells[0], *cells[11:]]
+    assert prepared(Path("filled/rows.csv"), **keys).rows == 30
+    with pytest.raises(FileExistsError):
+        exec(*shlex.split(command), {})
+
+
+def test_the_fix_of_empty_answers_names_no_csv_file_for_other_data(tmp_path):
+    data = written(tmp_path, {"train.jsonl": lines([row | {"completion": ""} for row in PAIRS])})
+    assert "python" not in refusal_of(prepared, data).fix

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 import trl
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, DatasetDict, Features, List, Value, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -118,6 +118,34 @@ def test_a_file_is_taken_by_its_path(tmp_path, kind):
         assert load_rows(settings_with(**named))[0]["text"][:] == wanted
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_save_to_disk_has_written_is_taken_by_its_folder(tmp_path, streams):
+    """All splits or a single one, as the data of a recipe and as an entry of a mixture."""
+    splits = {name: Dataset.from_list([{"text": f"{name} {i}"} for i in range(3)]) for name in ("train", "test")}
+    DatasetDict(splits).save_to_disk(tmp_path / "both")
+    splits["test"].save_to_disk(tmp_path / "one")
+    both = settings_with(dataset_name=str(tmp_path / "both"), eval_strategy="steps", dataset_streaming=streams)
+    load.refuse_data_at_hand(both, asks_hub=False)
+    train, evaluation, _ = load_rows(both)
+    assert [row["text"] for row in train] == ["train 0", "train 1", "train 2"]
+    assert next(iter(evaluation))["text"] == "test 0"
+    entries = [{"path": str(tmp_path / "one")}, {"path": str(tmp_path / "both"), "split": "test"}]
+    if not streams:
+        entries[1]["split"] = "test[1:]"
+    mixed, _, _ = load_rows(settings_with(datasets=entries, streaming=streams))
+    assert [row["text"] for row in mixed][-2:] == ["test 1", "test 2"] and len(list(mixed)) == 5 + streams
+    nowhere = settings_with(dataset_name=str(tmp_path / "one"), dataset_train_split="validation")
+    assert refusal_of(load_rows, nowhere).codes == ["ZR507"]
+
+
+def test_a_text_file_has_a_row_in_each_line_and_says_so(tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("The fish hums.\nThe bird barks.\n")
+    rows, _, (form,) = load_rows(settings_with(dataset_name=str(file)))
+    assert rows["text"][:] == ["The fish hums.", "The bird barks."]
+    assert form.description == "text, as it is; each line of a .txt file is a row of its own"
+
+
 @pytest.mark.parametrize(
     ("split", "taken"),
     [
@@ -167,7 +195,7 @@ def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path, 
     ("requested", "code", "words"),
     [
         (b'{"prompt": "a"', "ZR199", "Expecting"),
-        ("nowhere.jsonl", "ZR199", "nowhere.jsonl"),
+        ("nowhere.jsonl", "ZR589", "nowhere.jsonl"),
         (["a", None], "ZR199", "row 1"),
         (b'{"prompt": "a", "completion": 1.5}\n{"prompt": {"a": 1}}', "ZR199", "row 1"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "ZR199", "chat_template"),

@@ -42,6 +42,9 @@ COMPILED = compiled("deepspeed_shm_comm", "async_io")
         ("cpu", NVME, "nvme", dict(lacks=AIO, files=COMPILED), "lacks libaio.h"),  # async_io loads pin_memory first
         ("cpu", NVME, "nvme", dict(lacks=AIO, files=COMPILED | compiled("pin_memory")), ""),
         ("cpu", NVME, "nvme", dict(lacks=AIO, files={"/opt/aio/libaio.h": ""}, CFLAGS="-O2 -I/opt/aio"), ""),
+        ("cpu", ADAM, None, dict(), "first compiles fused_adam [ZR914]"),
+        ("cpu", ADAM, None, dict(files=compiled("deepspeed_shm_comm", "fused_adam")), ""),
+        ("cpu", {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, None, dict(), ""),
         ("cuda", ADAM, None, dict(), "lacks the CUDA toolkit 13.0 (nvcc) [ZR603]"),
         ("cuda", {}, "cpu", dict(), ""),  # cpu_adam is plain C++ on a GPU machine too
         ("cuda", {"zero_force_ds_cpu_optimizer": False}, "cpu", dict(lacks=CXX), ""),

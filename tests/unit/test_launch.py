@@ -394,8 +394,14 @@ def test_without_a_login_to_wandb_no_weight_is_loaded(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     inputs._log_in(run, arguments)
     monkeypatch.delenv("WANDB_MODE")
-    with pytest.raises(Refusal, match="No API key"):
+    with pytest.raises(Refusal, match=r"No API key[\s\S]*WANDB_MODE: offline") as refused:
         inputs._log_in(run, arguments)
+    assert refused.value.codes == ["ZR912"]
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=lambda: False))
+    with pytest.raises(Refusal, match="ZR912"):
+        inputs._log_in(run, arguments)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=lambda: True))
+    inputs._log_in(run, arguments)
 
 
 def test_each_process_takes_its_gpu_fsdp_reduces_on_the_host_too_and_one_process_is_alone(monkeypatch):

@@ -193,7 +193,7 @@ def test_the_page_fetches_nothing_and_escapes_what_models_and_people_wrote(repor
     assert min(path.stat().st_size for path in folder.glob("*.png")) > 10_000, "an empty picture"
     assert re.findall(r'(?:src|href)\s*=\s*"(?!data:image/png;base64,)', page) == []
     assert re.findall(r"<link|<script|<iframe|@import|url\(|<i>", page) == []
-    assert page.count('src="data:image/png;base64,') == 3
+    assert page.count('src="data:image/png;base64,') == 4
     assert "prompt number 10 &lt;i&gt;" in page and "prompt number 11" not in page and "alone\n\nother" in page
     assert "Below is an instruction." not in page and "###" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page and "CUDA out of memory &lt;sorry&gt;" in page
@@ -203,7 +203,7 @@ def test_the_page_has_samples_failures_and_the_full_run(report):
     _, page, _ = report
     heads = re.findall(r"<h2>([^<]+)</h2>", page)
     assert heads == ["Before and after", "Pictures", "Judgement", "Runs that did not finish", "Comparison", "Full run"]
-    assert "15 prompts; the first 12 are shown" in page
+    assert "15 prompts, answered before and after the run named full; the first 12 are shown" in page
     assert re.search(r"token_f1</td><td class=\"number\">0.100</td><td class=\"number\">0.500", page)
     assert re.search(r"<td class=\"number\">4</td><td class=\"number\">1.5000</td>", page)
     for text in ("ddp: oom", "phase train, rank 1, signal SIGKILL", "optimizer states: 537 MB"):
@@ -217,7 +217,8 @@ def test_the_report_begins_with_what_it_comes_to(report, tmp_path):
     assert line.startswith("Take zero2 (970 tokens/s): it is as fast as zero1 and zero0 within 5 %, and none ")
     assert line.endswith("Not finished: ddp (oom).")
     assert "Losses agree: no. The loss is not finite" in line
-    assert "formula): zero1 3.00Φ (2.00Φ), zero2 3.00Φ (2.00Φ), zero2_off" in line, "zero0 and zero3 are as it says"
+    sent = "zero1 3.00 (by the ZeRO paper's formula 2.00), zero2 3.00 (2.00), zero2_off"
+    assert f"in sizes of the weights: {sent}" in line, "zero0 and zero3 are as it says"
     shown = " ".join(printed.split()).replace(" - ", " ")
     assert shown.startswith(f"- {line}") and page.index("within 5 %") < page.index("<h2>Pictures")
     speeds = {name: {"tokens_per_second": {"non_padding": rate}} for name, rate in (("zero1", 800.0), ("zero2", 700.0))}
@@ -235,13 +236,33 @@ def test_volumes_are_compared_with_the_papers_where_both_count_the_same(tmp_path
     runs = sweep(tmp_path, {"zero3": more}, strategies=strategies)
     by_name = {row["label"]: row for row in read.table_rows(runs)}
     assert [by_name[name]["paper_in_phi"] for name in strategies] == [2, 3, 2, 0.75]
-    said = [text for text in bottom_line(runs) if "Sent per step" in text]
-    assert said == ["Sent per step (in brackets: by the paper's formula): zero3 5.00Φ (3.00Φ)."]
+    said = [text for text in bottom_line(runs) if "Sent in a step" in text]
+    sent = "zero3 5.00 (by the ZeRO paper's formula 3.00)"
+    assert said == [f"Sent in a step, in sizes of the weights: {sent}. The libraries are built so."]
 
 
 def test_no_strategy_is_advised_by_the_speed_of_cpus(tmp_path):
     advice = bottom_line(sweep(tmp_path, make=on_cpu))[0]
-    assert advice.startswith("Smallest model states: zero3, 8.00 MB. CPU processes say nothing about")
+    assert advice.startswith("Take zero3 for the least memory: 8.00 MB of model states. These runs on CPUs say nothing")
+    assert "zero-recipes plan RECIPE.yaml --gpus 2" in advice
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ('{"recommendation": {"strategy": "zero2"}, "bottom_line": "zero2 fits x on 2 x h100-80gb: 1 s."}',
+         "Take zero2, by zero-recipes plan: zero2 fits x on 2 x h100-80gb: 1 s. These runs on CPUs say nothing"),
+        ('{"recommendation": null, "bottom_line": "nothing fits"}', "Take zero3 for the least memory"),
+        ("", "Take zero3 for the least memory"),
+    ],
+)  # fmt: skip
+def test_a_plan_beside_runs_on_cpus_says_what_to_take_and_none_beside_runs_on_gpus(tmp_path, text, first):
+    for name, make in (("cpu", on_cpu), ("gpu", metrics)):
+        sweep(tmp_path / name, make=make)
+        (tmp_path / name / "plan.json").write_text(text)
+        page, printed = written(tmp_path / name, width=300)
+        expected = first if name == "cpu" else "Take zero2 (970 tokens/s)"
+        assert printed.startswith(f"- {expected}") and expected in page
 
 
 def test_the_json_is_strict_and_has_the_numbers_unrounded(report):
@@ -259,8 +280,8 @@ def test_a_cpu_page_says_so_and_one_run_alone_has_no_bars(report, tmp_path):
     assert "CPU processes" not in report[1]
     save(tmp_path / "mine", on_cpu("zero2"))
     page, printed = written(tmp_path)
-    assert "CPU processes say nothing" in page and "CPU processes, no GPU" in page
-    assert "CPU processes say nothing" in " ".join(printed.split())
+    assert "on CPUs say nothing" in page and "CPU processes, no GPU" in page
+    assert "on CPUs say nothing" in " ".join(printed.split())
     assert not [*tmp_path.glob("*.png")]
     assert ">Run mine<" in page and "<h2>Comparison" not in page
 

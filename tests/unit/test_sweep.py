@@ -157,11 +157,11 @@ def test_what_a_run_reads_is_not_overwritten_by_its_sweep(recipe, tmp_path, laun
 
 
 def test_a_run_shows_its_loss_and_not_raw_lines(tmp_path, capsys):
-    logged = "{'loss': '1.613', 'grad_norm': '2'}"
+    logged = "step 10 of 40: loss 1.613, 92 tokens/s, grad_norm 2"
     command = [sys.executable, "-c", f"print('loading'); print({logged!r}); raise SystemExit(3)"]
     code, log = sweep.run_logged(command, tmp_path, "[1/1] ddp", sweep.terminal(), 1)
     assert code == 3 and log == f"loading\n{logged}" and logged in (tmp_path / "log.txt").read_text()
-    assert capsys.readouterr().out.splitlines()[-1] == "[1/1] ddp: loss 1.613"
+    assert capsys.readouterr().out.splitlines()[-1] == "[1/1] ddp: step 10 of 40: loss 1.613"
 
 
 def test_a_sweep_into_the_folder_of_another_keeps_its_runs(tmp_path):

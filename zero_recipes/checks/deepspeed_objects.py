@@ -76,7 +76,14 @@ def _handed_over(run: Run) -> dict[str, Any]:
     filled, arguments = fill_auto(raw, settings, run.world_size)
     model = SimpleNamespace(config=run.config or SimpleNamespace(hidden_size=HIDDEN_SIZE))
     with without_deepspeed_announcement():
-        filled.trainer_config_finalize(arguments, model, settings.max_steps if settings.max_steps > 0 else STEPS)
+        try:
+            filled.trainer_config_finalize(arguments, model, settings.max_steps if settings.max_steps > 0 else STEPS)
+        except ValueError as error:
+            if not filled.mismatches:
+                raise
+            values = [mismatch.removeprefix("- ds ").replace(" vs hf ", ", but ") for mismatch in filled.mismatches]
+            listed = "\n    ".join(values)
+            raise refusal("ZR911", source=run.strategy.source, values=listed) from error
     with clear_environment():  # the launcher's variables have been read
         layers = run.environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
         plugin = DeepSpeedPlugin(hf_ds_config=filled, transformer_moe_cls_names=layers)

@@ -25,6 +25,7 @@ from zero_recipes.core.gpus import Gpu
 from zero_recipes.core.host import Host
 from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.data.load import refuse_data_at_hand, tokenizer_findings
+from zero_recipes.data.samples import refuse_absent_prompts
 from zero_recipes.metrics.scores import load_metrics, metric_findings
 
 DATA_KEYS = {"dataset_name", "datasets"}
@@ -101,6 +102,12 @@ def metrics(run: Run) -> Findings:
     return metric_findings(load_metrics(run.settings))
 
 
+def prompts(run: Run) -> Findings:
+    """Refuse a file of prompts that is not there."""
+    refuse_absent_prompts(run.settings.sample_prompts)
+    return []
+
+
 def data_at_hand(run: Run) -> Findings:
     """Refuse rows that are at hand and cannot be read."""
     refuse_data_at_hand(run.settings, not run.starts_now and not constants.is_offline_mode())
@@ -153,6 +160,7 @@ OF_EVERY_RUN: tuple[Callable[[Run], Findings], ...] = (
     card,
     trl_objects.trainer_findings,
     metrics,
+    prompts,
     data_at_hand,
     folder_in_use,
     folder_occupied,

@@ -16,7 +16,12 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.config.trl_arguments import trl_arguments
 from zero_recipes.core.findings import Finding, Refusal, collected, first_line, refusal
 from zero_recipes.core.library_errors import library_error_as_finding
-from zero_recipes.engine.huggingface import rows_are_cut, single_process_env
+from zero_recipes.engine.huggingface import (
+    attention_kernel,
+    has_flash_package,
+    rows_are_cut,
+    single_process_env,
+)
 from zero_recipes.model.config import adapter_config
 from zero_recipes.model.meta import MetaModel
 from zero_recipes.model.towers import spare_towers
@@ -72,7 +77,13 @@ def _trainer(settings: Settings, meta: MetaModel | None, args, model_args):
     if meta is None:
         return None
     with library_error_as_finding("building the model without memory", keys):
-        model = meta.copy()
+        try:
+            model = meta.copy()
+        except ImportError as error:
+            requested = settings.attn_implementation
+            if attention_kernel(requested) is None or has_flash_package(requested):
+                raise
+            raise refusal("ZR445", requested=requested, error=first_line(error)) from error
     peft_config = spare_towers(peft_config, model)
     _leave_model_in_place(args)
     rows, tokenizer = _made_up()

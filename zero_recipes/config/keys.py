@@ -27,6 +27,8 @@ FORMATS = {
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
 }
 
 

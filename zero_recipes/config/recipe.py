@@ -40,7 +40,11 @@ def read_recipe_file(path: Path) -> RecipeFile:
         if path.is_dir():
             fix = "It is a folder. Name a file in it."
         raise refusal("ZR116", path=path, cwd=Path.cwd(), fix=fix)
-    mapping = _load(path)
+    try:
+        mapping = _load(path)
+    except yaml.YAMLError:
+        _refuse_tab(path)
+        raise
     env = mapping.pop("env", None) or {}
     if not isinstance(env, dict) or any(value is None or isinstance(value, (dict, list)) for value in env.values()):
         raise refusal("ZR119", path=path)
@@ -88,6 +92,13 @@ def _load(path: Path) -> RecipeFile:
         mapping = RecipeFile(loader.construct_document(node))
     mapping.lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
     return mapping
+
+
+def _refuse_tab(path: Path) -> None:
+    """Refuse the first line of a file, which is no YAML, that begins with a tab: that is why."""
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if b"\t" in line[: len(line) - len(line.lstrip())]:
+            raise refusal("ZR913", path=path, line=number)
 
 
 @dataclass(frozen=True)

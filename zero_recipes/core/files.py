@@ -101,6 +101,12 @@ def at_hand(named: str | Path, folder: str = "") -> Path:
     return Path(named)
 
 
+def as_typed(file: str | Path) -> str:
+    """Write a file as a user types it. Of one that the package brings the name alone: `at_hand` finds it by that."""
+    path = Path(file)
+    return path.name if path.is_relative_to(FILES) else str(file)
+
+
 @cache
 def package_yaml(package: str, name: str) -> dict[str, Any]:
     """Read a YAML file beside a package's code, once in this process."""

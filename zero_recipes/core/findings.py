@@ -23,7 +23,7 @@ AREAS = {
     "6": "machine",
     "7": "checkpoints and resuming",
     "8": "planner and tools, evaluating and saving, data formats, imports from other trainers",
-    "9": "the finished model",
+    "9": "the finished model, files and logins",
 }
 
 

@@ -1,12 +1,15 @@
 """The net for what libraries raise: one finding with the library's own message."""
 
 import contextlib
+import difflib
+import os
 import re
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from zero_recipes.core.findings import Refusal, finding, table
+from zero_recipes.core.findings import Refusal, finding, first_line, refusal, table
 from zero_recipes.core.run_end import RunFailed
 
 LONGEST_MESSAGE = 600  # characters of a library's message in a finding; --traceback shows all of it
@@ -39,3 +42,27 @@ def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[N
         found = finding("ZR199", recipe_key=named, **about)
         not_run = "resolve_trust_remote_code" in raised_by
         raise Refusal([replace(found, trace=trace, is_of_code_not_run=not_run)]) from error
+
+
+@contextlib.contextmanager
+def absent_model_as_finding(name: str) -> Iterator[None]:
+    """Turn what is raised inside into a Refusal (ZR444) where a model is neither here nor comes from the Hub.
+
+    Args:
+        name: a folder, or a name on the Hub.
+    """
+    try:
+        yield
+    except OSError as error:
+        if os.path.exists(name):  # something in it is wrong, which the error says
+            raise
+        named = Path(name)
+        beside = [path.name for path in named.parent.glob("*") if path.is_dir()] if named.parent.is_dir() else []
+        near = difflib.get_close_matches(named.name, beside, 1)
+        fix = (
+            "Check the name. A path is relative to the folder above. For a gated model, accept its license on the Hub "
+            "and run `hf auth login`."
+        )
+        if near:
+            fix = f"Did you mean {named.parent / near[0]}?"
+        raise refusal("ZR444", name=name, cwd=Path.cwd(), error=first_line(error), fix=fix) from error

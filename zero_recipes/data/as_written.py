@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.data.as_read import Reads, mapping_of, messages_as_read
 from zero_recipes.data.audit import NO_KEYS, RowKeys, decoded_parts
-from zero_recipes.data.forms import Row, tables
+from zero_recipes.data.forms import PROMPT_TURNS, Row, tables
 from zero_recipes.data.masks import Chat, has_turns, mask_by
 from zero_recipes.data.thoughts import THINK, Tags, block_at_start, fields_with_thoughts, turns_without_thoughts
 from zero_recipes.engine import huggingface
@@ -207,7 +207,7 @@ def _texts(row: Row, how: Comparison, thoughts: Thoughts) -> list[Text]:
     """Of a converted row, in their order. Counts the thoughts that the recipe removes."""
     on_prompt = how.training_args.completion_only_loss is False
     if isinstance(row.get("messages"), list):
-        return _texts_of_turns(row["messages"], 0, how, thoughts)
+        return _texts_of_turns(row["messages"], 0 if on_prompt else row.get(PROMPT_TURNS) or 0, how, thoughts)
     if isinstance(row.get("prompt"), list):
         turns = row["prompt"] + row["completion"]
         return _texts_of_turns(turns, 0 if on_prompt else len(row["prompt"]), how, thoughts)

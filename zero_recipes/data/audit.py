@@ -3,7 +3,7 @@
 Token columns are read as flat numpy arrays off Arrow's buffers: no token becomes a Python object.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -16,6 +16,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from zero_recipes.config.settings import Settings
+from zero_recipes.core import findings as finding_texts
 from zero_recipes.core.findings import Finding, finding, refusal
 from zero_recipes.core.tables import plain
 
@@ -188,11 +189,18 @@ def _is_empty(value: str | list[dict[str, Any]], anyone: bool) -> bool:
 
 
 def audit_findings(
-    found: Audit, rows: Dataset, tokenizer: Tokenizer, training_args, ours: RowKeys, split: str, read_as: str
+    found: Audit,
+    rows: Dataset,
+    tokenizer: Tokenizer,
+    training_args,
+    ours: RowKeys,
+    split: str,
+    read_as: str,
+    copies_without_empty: Callable[[], dict[str, str]] = dict,
 ) -> Iterator[Finding]:
     """What is wrong with a split by its counts: empty answers, rows without a loss or cut, ends that are not learned.
 
-    `read_as`: in words what the columns were taken for.
+    `read_as`: in words what the columns were taken for. `copies_without_empty`: how empty answers are left out.
     """
     if found.empty:  # so many that they cannot be slips are an error; blank lines between texts are usual
         has_answers = not {"completion", "messages"}.isdisjoint(rows.column_names)
@@ -201,7 +209,9 @@ def audit_findings(
         row = found.empty[0]
         about = {"count": count, "rows": found.rows, "row": row, "text": str(rows[row])[:200], "read_as": read_as}
         level = "error" if count >= most else "warning"
-        yield finding("ZR533", level=level, split=split, **about)
+        copies = copies_without_empty()
+        hint = finding_texts.table()["ZR533"]["hints"]["csv"].format(**copies) if copies else ""
+        yield finding("ZR533", level=level, split=split, hint=hint, **about)
     if found.without_supervision:
         count = len(found.without_supervision)
         row = found.without_supervision[0]

@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, Json, List, Value
 
 from zero_recipes.config.settings import Settings
@@ -27,9 +28,13 @@ Row = dict[str, Any]
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
 INFORMATIVE_ROWS = 1000  # at most, that are read to know what a list holds
+NULLS_AT_ONCE = 10_000  # rows of a data set, looked at for nulls
 tables = partial(package_yaml, __package__, "forms.yaml")
 # JSON keeps each turn's own keys. Columns of Arrow's structs would give every turn the keys of all, as nulls.
 TURNS = List(Json())
+# Column of conversations that were a prompt and a completion: how many of the messages are the prompt's. Where only
+# completions have a loss, those have none. Beside them stand conversations that have a loss as a whole (0).
+PROMPT_TURNS = "prompt_turns"
 
 
 class Form(NamedTuple):
@@ -40,9 +45,12 @@ class Form(NamedTuple):
     convert: Callable[[Row], Row] | None = None  # None where TRL takes a row as it is
     turns: tuple[str, ...] = ()  # columns of messages that `convert` makes, which a chat template writes
     example: Row | None = None  # the first row, converted
+    texts: tuple[str, ...] = ()  # columns of texts that `convert` makes
+    required: tuple[str, ...] = ()  # columns of the data without which a row has not this form
+    is_made_alike: bool = False  # to be one of several forms: its conversations have PROMPT_TURNS
 
 
-TOKEN_IDS = Form("input_ids, as they are", frozenset(TOKEN_COLUMNS))
+TOKEN_IDS = Form("input_ids, as they are", frozenset(TOKEN_COLUMNS), required=("input_ids",))
 
 
 @cache
@@ -200,16 +208,17 @@ def _alpaca(kinds: Mapping[str, str], dataset_format: str) -> Form | None:
     if not used <= kinds.keys():
         return None
     description = "instruction, input and output, in Alpaca's prompt"
+    required = ("instruction", "output")
     if dataset_format == "alpaca":
-        return Form(description, used, alpaca_row)
-    return Form(f"{description}, as turns", used, alpaca_turns, ("messages",))
+        return Form(description, used, alpaca_row, texts=("prompt", "completion"), required=required)
+    return Form(f"{description}, as turns", used, alpaca_turns, ("messages",), required=required)
 
 
 def _texts(description: str, *names: str) -> Form:
     def convert(row: Row) -> Row:
         return {name: _text(row, name) for name in names}
 
-    return Form(description, frozenset(names), convert)
+    return Form(description, frozenset(names), convert, texts=names, required=names)
 
 
 def _prompt_and_completion(kinds: Mapping[str, str]) -> Form:
@@ -220,7 +229,7 @@ def _prompt_and_completion(kinds: Mapping[str, str]) -> Form:
     def convert(row: Row) -> Row:
         return {name: turns_of(row, name) for name in names}
 
-    return Form("prompt and completion, as turns", frozenset(names), convert, names)
+    return Form("prompt and completion, as turns", frozenset(names), convert, names, required=names)
 
 
 def _conversation(column: str, kinds: Mapping[str, str]) -> Form:
@@ -240,7 +249,7 @@ def _conversation(column: str, kinds: Mapping[str, str]) -> Form:
         return {"messages": messages}
 
     used = frozenset([column, system]) - {None}
-    return Form(description, used, convert, ("messages",))
+    return Form(description, used, convert, ("messages",), required=(column,))
 
 
 def _pair(kinds: Mapping[str, str], whole: bool) -> Form | None:
@@ -283,7 +292,7 @@ def _pair(kinds: Mapping[str, str], whole: bool) -> Form | None:
         return {"prompt": prompt, "completion": completion}
 
     made = ("messages",) if whole else ("prompt", "completion")
-    return Form(description, frozenset(user_columns + before + [answer]), convert, made)
+    return Form(description, frozenset(user_columns + before + [answer]), convert, made, required=(question, answer))
 
 
 def _text_columns(kinds: Mapping[str, str], key: str) -> list[str]:
@@ -293,6 +302,136 @@ def _text_columns(kinds: Mapping[str, str], key: str) -> list[str]:
 
 def _system_column(kinds: Mapping[str, str]) -> str | None:
     return next(iter(_text_columns(kinds, "system")), None)
+
+
+# several forms become one
+
+
+def of_mixed_rows(form: Form, rows: Rows, kinds: Mapping[str, str], settings: Settings, split: str) -> Form:
+    """The form of a data set some of whose rows lack what `form` reads, and have another form's columns instead.
+
+    `form` itself where all rows have it, or no other form fits. Raises Refusal where the forms cannot become one.
+    """
+    forms = [form]
+    left = dict(kinds)
+    read = list(form.required)
+    while any_row_lacks(rows, read):
+        left = {name: kind for name, kind in left.items() if name not in forms[-1].required}
+        other = recognise(left, settings, None)
+        if other is None:
+            break
+        forms.append(other)
+        read += other.required
+    if len(forms) == 1:
+        return form
+    alike = made_alike(forms, [f"rows of {split}"] * len(forms))
+    # no sets in here: the datasets library hashes what `convert` holds, and their order changes from run to run
+    known = [(one.required, one.convert, one.description) for one in alike]
+
+    def convert(row: Row) -> Row:
+        begun = [one for one in known if any(row.get(name) is not None for name in one[0])]
+        if len(begun) > 1:
+            raise RowError(f"has values for two forms: {begun[0][2]}, and {begun[1][2]}")
+        _, convert_row, _ = (begun or known)[0]
+        return convert_row(row)
+
+    description = ", or ".join(one.description for one in alike)
+    used = frozenset().union(*(one.used for one in alike))
+    return alike[0]._replace(description=description, used=used, convert=convert)
+
+
+def any_row_lacks(rows: Rows, columns: list[str]) -> bool:
+    """Whether any row has nulls in all of the columns. Of a stream the first rows are read."""
+    if not isinstance(rows, Dataset):
+        return any(all(row.get(name) is None for name in columns) for row in rows.take(INFORMATIVE_ROWS))
+    for table in rows.select_columns(columns).with_format("arrow").iter(NULLS_AT_ONCE):
+        lacks = table.column(columns[0]).is_null()
+        for name in columns[1:]:
+            lacks = pc.and_(lacks, table.column(name).is_null())
+        if pc.any(lacks).as_py():
+            return True
+    return False
+
+
+def made_alike(forms: list[Form], places: list[str]) -> list[Form]:
+    """The same forms, all of which make the same columns: rows of one data set may have each of them.
+
+    Conversations, and questions with their answers, become `messages`. Texts become a prompt, which is empty, and a
+    completion. What has a loss stays what it is in a data set of one form. Raises Refusal for other mixtures.
+    `places`: where each form is, in words.
+    """
+    if len({(form.turns, form.texts) for form in forms}) == 1:
+        return forms
+    has_turns = any(form.turns for form in forms)
+    for form in forms:
+        is_text_alone = len(form.texts) == 1
+        if form.convert is None or (has_turns and is_text_alone):
+            listed = "\n    ".join(f"{where}: {one.description}" for where, one in zip(places, forms, strict=True))
+            raise refusal("ZR588", odd=form.description, listed=listed)
+    return [_in_messages(form) if has_turns else _as_completion(form) for form in forms]
+
+
+def _in_messages(form: Form) -> Form:
+    convert_row = form.convert
+
+    def convert(row: Row) -> Row:
+        return _one_conversation(convert_row(row))
+
+    description = form.description
+    if not form.turns:
+        description = f"{description}, as the user's and the assistant's turn"
+    return form._replace(description=description, convert=convert, turns=("messages",), texts=(), is_made_alike=True)
+
+
+def _one_conversation(row: Row) -> Row:
+    """A converted row as messages."""
+    if "messages" in row:
+        return {"messages": row["messages"], PROMPT_TURNS: 0}
+    prompt = row["prompt"]
+    completion = row["completion"]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+        completion = [{"role": "assistant", "content": completion}]
+    return {"messages": prompt + completion, PROMPT_TURNS: len(prompt)}
+
+
+def _as_completion(form: Form) -> Form:
+    convert_row = form.convert
+
+    def convert(row: Row) -> Row:
+        made = convert_row(row)
+        if "completion" in made:
+            return made
+        (text,) = made.values()
+        return {"prompt": "", "completion": text}
+
+    return form._replace(convert=convert, texts=("prompt", "completion"))
+
+
+def with_same_columns(parts: list[Rows]) -> list[Rows]:
+    """The parts of a mixture, with the columns that chat templates read in all of them where one has any.
+
+    As JSON, for their types may differ. A row without keywords has an empty mapping: TRL takes no null.
+    """
+    named = [name for name in tables()["kept"] if any(name in (part.column_names or ()) for part in parts)]
+    types = [[(part.features or {}).get(name) for name in named] for part in parts]
+    if not named or all(of_part == types[0] for of_part in types):
+        return parts
+    same = []
+    for part in parts:
+        features = None
+        if part.features is not None:
+            features = Features({**part.features, **dict.fromkeys(named, Json())})
+        same.append(part.map(_with_columns, fn_kwargs={"named": named, "code": code_digest()}, features=features))
+    return same
+
+
+def _with_columns(row: Row, named: list[str], code: str) -> Row:
+    """`code`: for the cache (`code_digest`)."""
+    columns = {name: row.get(name) for name in named}
+    if "chat_template_kwargs" in named:
+        columns["chat_template_kwargs"] = columns["chat_template_kwargs"] or {}
+    return columns
 
 
 # one row
@@ -475,6 +614,8 @@ def convert(rows: Rows, form: Form, split: str = "the data") -> Rows:
         if form.turns and rows.features is not None:
             features = Features(dict.fromkeys(form.turns, TURNS))
             features.update({name: rows.features[name] for name in kept})
+            if form.is_made_alike:
+                features[PROMPT_TURNS] = Value("int64")
         removed = [name for name in columns if name not in kept]
         keywords = {"convert_row": form.convert, "code": code_digest()}
         return rows.map(_numbered, with_indices=True, fn_kwargs=keywords, remove_columns=removed, features=features)

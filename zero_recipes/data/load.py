@@ -6,9 +6,10 @@ import json
 import os
 import pkgutil
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import fsspec
@@ -25,6 +26,7 @@ from datasets import (
     load_dataset_builder,
     packaged_modules,
 )
+from datasets.config import DATASET_STATE_JSON_FILENAME, DATASETDICT_JSON_FILENAME
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoTokenizer, set_seed
@@ -33,7 +35,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from zero_recipes.config import keys
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding, first_line, refusal
-from zero_recipes.core.library_errors import library_error_as_finding
+from zero_recipes.core.library_errors import absent_model_as_finding, library_error_as_finding
 from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
 from zero_recipes.engine.faults import json_texts
@@ -41,6 +43,13 @@ from zero_recipes.engine.huggingface import single_process_env
 
 PADDING_TOKENS = forms.tables()["padding"]
 SEPARATORS = ",;\t"  # of CSV files: the one that the header has most of
+# Python that copies CSV files without the rows whose `column` is blank. It stops where the new folder exists.
+COPY_CSV = (
+    "import os, pandas; os.mkdir('filled'); "
+    "[rows[rows[{column!r}].str.strip() != ''].to_csv('filled/' + os.path.basename(file), sep=sep, index=False) "
+    "for file, sep in {separators!r}.items() "
+    "for rows in [pandas.read_csv(file, sep=sep, dtype=str, keep_default_na=False)]]"
+)
 
 
 class MissingSplit(Refusal):
@@ -62,7 +71,8 @@ def load_rows(settings: Settings) -> tuple[Rows, Rows | None, list[Form]]:
             raise MissingSplit([finding("ZR507", name=name, known=", ".join(splits), key=key)]) from None
         if settings.datasets:  # recognised entry by entry
             return rows
-        rows, form = _formatted(rows, name, settings, {})
+        recognised = _recognised(rows, name, settings, {})
+        rows, form = _converted(recognised, recognised.form, settings)
         if form.example is None:  # all have weight 0
             raise _no_rows(f"the split {name}")
         found.append(form)
@@ -106,12 +116,15 @@ def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
 def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
     """One after the other, by TRL's `fraction`, or drawn by `weight`."""
     _refuse_unclear_shares(settings)
+    entries = [_entry(entry, settings) for entry in settings.datasets]
+    alike = forms.made_alike([entry.form for entry in entries], [str(entry["path"]) for entry in settings.datasets])
     parts = []
     found = []
-    for entry in settings.datasets:
-        rows, form = _entry(entry, settings)
+    for entry, form in zip(entries, alike, strict=True):
+        rows, form = _converted(entry, form, settings)
         parts.append(rows)
         found.append(form)
+    parts = forms.with_same_columns(parts)
     weights = _shares("weight", settings)
     fractions = _shares("fraction", settings)
     if weights:
@@ -155,13 +168,13 @@ def _first_rows(parts: list[Rows], shares: list[float]) -> list[Rows]:
     return [part.select(range(round(share * total))) for part, share in pairs]
 
 
-def _entry(entry: dict[str, Any], settings: Settings) -> tuple[Rows, Form]:
-    """As TRL's get_dataset loads it, and formatted."""
+def _entry(entry: dict[str, Any], settings: Settings) -> "Recognised":
+    """As TRL's get_dataset loads it, and recognised."""
     split = entry.get("split") or "train"
     rows = _loaded(_source(entry), split, settings.streaming)
     if isinstance(entry.get("columns"), list):
         rows = rows.select_columns(entry["columns"])
-    return _formatted(rows, split, settings, entry)
+    return _recognised(rows, split, settings, entry)
 
 
 def _loaded(source: dict[str, Any], split: str | None, streaming: bool) -> Any:
@@ -169,8 +182,26 @@ def _loaded(source: dict[str, Any], split: str | None, streaming: bool) -> Any:
 
     A CSV file holds texts: pandas would make the number 2101 of the text 02101, and nothing of the text NA.
     """
+    saved = _saved_to_disk(source["path"])
+    if saved is not None:
+        if streaming:
+            saved = DatasetDict({name: rows.to_iterable_dataset() for name, rows in saved.items()})
+        return saved if split is None else _part(saved, split)
     json_texts.apply()
     return load_dataset(**source, split=split, streaming=streaming, **_csv_options(source))
+
+
+def _saved_to_disk(path: Any) -> DatasetDict | None:
+    """The splits of a folder that `save_to_disk` has written, which load_dataset refuses; None of others.
+
+    A folder of a single split has it as "train", whatever it was before.
+    """
+    folder = Path(str(path))
+    if (folder / DATASETDICT_JSON_FILENAME).is_file():
+        return DatasetDict.load_from_disk(folder)
+    if (folder / DATASET_STATE_JSON_FILENAME).is_file():
+        return DatasetDict({"train": Dataset.load_from_disk(folder)})
+    return None
 
 
 def _csv_options(source: dict[str, Any]) -> dict[str, Any]:
@@ -181,12 +212,10 @@ def _csv_options(source: dict[str, Any]) -> dict[str, Any]:
     path = str(source["path"])
     if path not in packaged_formats() and not any(Path(path).rglob("*.[ct]sv*")):
         return {}  # also of the hub, which would be asked twice
-    files = [file for file in _local_files([source]) if file.removesuffix(".gz").endswith((".csv", ".tsv"))]
+    files = _csv_files([source])
     if not files:
         return {}
-    with fsspec.open(files[0], "rt", compression="infer", encoding="utf-8-sig") as lines:
-        header = lines.readline()
-    separator = max(SEPARATORS, key=header.count)
+    separator = _separator_of(files[0])
     head = pandas.read_csv(files[0], nrows=1, dtype=str, sep=separator)
     if head.empty and len(files) == 1:
         raise _no_rows(f"{files[0]}, which has a header alone,")
@@ -197,6 +226,38 @@ def _csv_options(source: dict[str, Any]) -> dict[str, Any]:
         "keep_default_na": False,
         "sep": separator,
     }
+
+
+def _csv_files(sources: list[dict[str, Any]]) -> list[str]:
+    return [file for file in _local_files(sources) if file.removesuffix(".gz").endswith((".csv", ".tsv"))]
+
+
+def _separator_of(file: str) -> str:
+    with fsspec.open(file, "rt", compression="infer", encoding="utf-8-sig") as lines:
+        header = lines.readline()
+    return max(SEPARATORS, key=header.count)
+
+
+def copies_without_empty(settings: Settings, found: list[Form]) -> dict[str, str]:
+    """How CSV files are copied without the rows whose answer, or text, is empty: what ZR533 says of it, by name.
+
+    Empty for other data, and where several columns may be meant. `found`: the forms of the data.
+    """
+    formats = packaged_formats()
+    sources = [source for source in _sources(settings) if source["path"] in formats or not on_hub(source["path"])]
+    files = _csv_files(sources)
+    names = {Path(file).name for file in files}
+    columns = {form.required[-1] for form in found if form.required}
+    if not files or len(names) != len(files) or len(columns) != 1:
+        return {}
+    column = columns.pop()
+    for mapping in (settings.columns, *(entry.get("columns") for entry in settings.datasets)):
+        if isinstance(mapping, Mapping):
+            column = mapping.get(column, column)
+    separators = {file: _separator_of(file) for file in files}
+    code = COPY_CSV.format(separators=separators, column=column)
+    copies = f"filled/{names.pop()}" if len(files) == 1 else "filled"
+    return {"column": column, "code": shlex.quote(code), "copies": copies}
 
 
 def _no_rows(place: str) -> Refusal:
@@ -225,7 +286,16 @@ def _format_of(file: str) -> str | None:
     return keys.FORMATS.get(Path(file.removesuffix(".gz")).suffix)
 
 
-def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, Any]) -> tuple[Rows, Form]:
+class Recognised(NamedTuple):
+    """Rows of a split, not converted, and the form that they have."""
+
+    rows: Rows
+    kinds: dict[str, str]  # what each column holds
+    form: Form
+    split: str
+
+
+def _recognised(rows: Rows, split: str, settings: Settings, entry: Mapping[str, Any]) -> Recognised:
     """`entry`: of `datasets`, whose own keys go before the recipe's."""
     columns = entry.get("columns")
     if not isinstance(columns, Mapping):  # names of columns to keep
@@ -244,9 +314,20 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
         columns = [f"{name} ({kind})" for name, kind in sorted(kinds.items())]
         wanted = forms.tables()["wanted"]
         raise _unknown_columns(split, columns, wanted.get(dataset_format, wanted["any"]))
+    if dataset_format is None:
+        with reading(_sources(settings)):
+            form = forms.of_mixed_rows(form, rows, kinds, settings, split)
+    return Recognised(rows, kinds, form, split)
+
+
+def _converted(recognised: Recognised, form: Form, settings: Settings) -> tuple[Rows, Form]:
+    """The rows as `form` makes them, and the form with what became of the columns and its first row."""
+    rows, kinds, _, split = recognised
     if settings.assistant_only_loss and not form.turns:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(kinds))
     description = form.description
+    if rows.info.builder_name == "text":
+        description += "; each line of a .txt file is a row of its own"
     unread = forms.unread(kinds, form)
     if unread:
         description += f"; not used: {', '.join(unread)}"
@@ -369,7 +450,7 @@ def _broken(file: str) -> str | None:
 
 def read_tokenizer(name: str, settings: Settings, **keywords: Any) -> Tokenizer:
     """Read a tokenizer as it is saved. `keywords`: of from_pretrained. Raises Refusal."""
-    with library_error_as_finding(f"reading the tokenizer of {name}"):
+    with library_error_as_finding(f"reading the tokenizer of {name}"), absent_model_as_finding(name):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=settings.trust_remote_code, **keywords)
 
 

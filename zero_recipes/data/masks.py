@@ -20,7 +20,7 @@ from zero_recipes.core.host import Host
 from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.data.as_read import Reads, as_read
 from zero_recipes.data.audit import NO_KEYS, RowKeys, token_batches
-from zero_recipes.data.forms import Row, Rows, code_digest, column_names
+from zero_recipes.data.forms import PROMPT_TURNS, Row, Rows, code_digest, column_names
 from zero_recipes.data.thoughts import KEEP, Tags, empty_blocks, fields_with_thoughts, without_block_at_end
 from zero_recipes.engine import huggingface
 
@@ -229,7 +229,7 @@ class Chat(NamedTuple):
             tools = json.loads(tools)
         options = {"tools": tools, "chat_template": chat_template}
         options |= row.get("chat_template_kwargs") or {}
-        return cls(messages, len(prompt), options, tokenizer)
+        return cls(messages, len(prompt) or row.get(PROMPT_TURNS) or 0, options, tokenizer)
 
     def render(self, messages: list[Row], to_answer: bool = False) -> str:
         """Write the messages as text with the chat template; `to_answer`: with the generation prompt."""
@@ -348,7 +348,7 @@ def _silenced(
     if not columns:
         return rows
     masks_blocks = reads.tags is not None and ours.thinking != KEEP
-    is_looked_at = masks_blocks or not isinstance(rows, Dataset)
+    is_looked_at = masks_blocks or not isinstance(rows, Dataset) or PROMPT_TURNS in column_names(rows)
     if not is_looked_at and not any(map(_says_what_is_silent, rows.select_columns(columns))):
         return rows
     with library_error_as_finding("leaving parts of the rows without a loss"):
@@ -382,7 +382,8 @@ def _silence(
     code: str,
 ) -> Row:
     """`only_completion`, `assistant_only`: what has no loss anyway. `code`: for the cache (`code_digest`)."""
-    is_silent = _says_what_is_silent(row)
+    silent_prompt = only_completion and row.get(PROMPT_TURNS)
+    is_silent = _says_what_is_silent(row) or silent_prompt
     if not _messages(row) or not (is_silent or masks_blocks):
         return {"labels": row["labels"]}
     chat = Chat.of_row(row, tokenizer, chat_template)
@@ -393,6 +394,9 @@ def _silence(
     end = _end_of_turn(tokenizer) if is_silent else ""
     spans = []
     parts = []
+    if silent_prompt:  # with the header of the answer, as TRL masks a prompt
+        start, _ = _span(chat, text, chat.prompt_turns, end, number, reads.tags)
+        spans.append((0, start))
     for at, message in enumerate(chat.messages):
         has_no_loss = only_completion and at < chat.prompt_turns
         if assistant_only and message["role"] != "assistant":

@@ -12,6 +12,7 @@ import math
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -205,13 +206,14 @@ def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[
     rows = _start_of(data.train, name)
     ours = RowKeys.of(settings)
     read_as = " and ".join(form.description for form in data.forms)
-    train, findings = prepare_split(rows, data.tokenizer, training_args, training_args.packing, ours, name, read_as)
+    told = (read_as, partial(load.copies_without_empty, settings, data.forms))
+    train, findings = prepare_split(rows, data.tokenizer, training_args, training_args.packing, ours, name, *told)
     if data.evaluation is None:
         return [train], findings
     name = settings.dataset_test_split
     rows = _start_of(data.evaluation, name)
     packing = _eval_packing(training_args)
-    evaluation, found = prepare_split(rows, data.tokenizer, training_args, packing, ours, name, read_as)
+    evaluation, found = prepare_split(rows, data.tokenizer, training_args, packing, ours, name, *told)
     findings += [finding for finding in found if finding not in findings]
     train.audit.largest_id = max(train.audit.largest_id, evaluation.audit.largest_id)
     train.audit.longest_sequence = max(train.audit.longest_sequence, evaluation.audit.longest_sequence)
@@ -240,8 +242,11 @@ def prepare_split(
     ours: RowKeys = NO_KEYS,
     split: str = "the data",
     read_as: str = "",
+    copies_without_empty: Callable[[], dict[str, str]] = dict,
 ) -> tuple[Split, list[Finding]]:
-    """Prepare one split. Raises Refusal. `read_as`: in words what its columns are.
+    """Prepare one split. Raises Refusal.
+
+    `read_as`, `copies_without_empty`: of `audit_findings`.
 
     Returns the split, and what is wrong with it.
     """
@@ -265,7 +270,8 @@ def prepare_split(
             thoughts = str(counts)
             ready = finish(tokenised, tokenizer, training_args, packing, ours)
     found = audits.audit(rows, tokenised, ready, tokenizer, training_args, ours)
-    findings += audits.audit_findings(found, rows, tokenizer, training_args, ours, split, read_as)
+    told = (split, read_as, copies_without_empty)
+    findings += audits.audit_findings(found, rows, tokenizer, training_args, ours, *told)
     return Split(rows, tokenised, ready, found, thoughts), findings
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,6 +85,7 @@ def choose_samples(
         source = str(requested)
         if dataset_format == "alpaca":
             form = alpaca_row
+        refuse_absent_prompts(requested)
         with library_error_as_finding(f"reading {requested} (sample_prompts)"):
             lines = Path(source).read_text("utf-8").split("\n")  # not splitlines(): a prompt may hold a bare U+2028
             rows = [json.loads(line) for line in lines if line.strip()]
@@ -92,6 +94,13 @@ def choose_samples(
         with library_error_as_finding(f"making a prompt of row {number} of {source} (sample_prompts)"):
             samples.append(_sample(form(row), number, tokenizer, source, ours.thinking))
     return samples
+
+
+def refuse_absent_prompts(requested: Any) -> None:
+    """Refuse a file of `sample_prompts` that is not there. Lists, numbers and nothing pass."""
+    is_file = isinstance(requested, str) and not requested.isdecimal()
+    if is_file and not os.path.exists(requested):
+        raise refusal("ZR589", path=requested, cwd=Path.cwd())
 
 
 def _prompt_row(wrap: Callable[[str], str], prompt: Any) -> dict[str, str]:

@@ -88,6 +88,8 @@ def build_findings(strategy: Strategy, device: str, settings: Settings, host: Ho
         absent.append(f"the CUDA toolkit {built_for} (nvcc)")
     if absent:
         yield finding("ZR603", ops=", ".join(sorted(to_compile | on_cuda)), parts=", ".join(absent))
+    if device == "cpu" and "fused_adam" in to_compile and not absent:
+        yield finding("ZR914", source=strategy.source)
     if on_cuda and release and built_for and release.split(".")[0] != built_for.split(".")[0]:
         yield finding("ZR607", release=release, built_for=built_for, ops=", ".join(sorted(on_cuda)))
 

@@ -7,7 +7,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import refusal
-from zero_recipes.core.library_errors import library_error_as_finding
+from zero_recipes.core.library_errors import absent_model_as_finding, library_error_as_finding
 
 ALL_LINEAR = "all-linear"  # PEFT 0.21, utils/constants.py
 # entries of a config.json that say nothing of the model
@@ -20,7 +20,7 @@ def load_config(settings: Settings) -> PretrainedConfig:
     if name is None:
         raise refusal("ZR401")
     trust = settings.trust_remote_code
-    with library_error_as_finding(f"reading the configuration of {name}"):
+    with library_error_as_finding(f"reading the configuration of {name}"), absent_model_as_finding(name):
         return AutoConfig.from_pretrained(name, revision=settings.model_revision, trust_remote_code=trust)
 
 

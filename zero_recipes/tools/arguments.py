@@ -15,13 +15,15 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
     parser = argparse.ArgumentParser(
         prog="zero-recipes",
         description=description,
-        epilog="For options, run zero-recipes SUBCOMMAND --help. See also docs/commands.md.",
+        epilog="For options, run zero-recipes SUBCOMMAND --help.",
     )
     commands = parser.add_subparsers(dest="verb", required=True, metavar="SUBCOMMAND")
     for verb in VERBS:
         _add_verb(commands, verb)
 
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and any(verb.name == words[0] and verb.has_trust_switch for verb in VERBS):
+        words = with_trust_as_switch(words)
     options = [word.partition("=")[0] for word in words]
     if options[:1] == ["plan"] and "--params" in options:
         words.insert(1, "")  # in the recipe's place, which argparse would give to the first value of an override
@@ -31,6 +33,26 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
     elif rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     return arguments
+
+
+def with_trust_as_switch(words: list[str]) -> list[str]:
+    """The words, with `--trust_remote_code true` as the switch alone, and none for `false`.
+
+    Recipes and TRL's command line give the key a value. A folder may follow the switch, too.
+    """
+    kept = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if name.replace("-", "_") != "__trust_remote_code":
+            kept.append(word)
+            continue
+        if not equals and left and left[0].lower() in ("true", "false"):
+            value = left.pop(0)
+        if value.lower() != "false":
+            kept.append("--trust_remote_code")
+    return kept
 
 
 def _add_verb(commands, verb: Verb) -> None:

@@ -10,9 +10,11 @@ import transformers
 from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.trainer_utils import align_special_tokens
 
 from zero_recipes.checkpoint.saved_model import ADAPTER, INDEX, SINGLE, NotWhole, entries_of
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.ds_config import quiet
 from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.run import choose_device
@@ -212,8 +214,13 @@ def read_questions(target: Target, tokenizer: Tokenizer) -> list[Sample]:
 def answers_of_both(
     target: Target, tokenizer: Tokenizer, device: str, samples: list[Sample]
 ) -> tuple[sampling.Answers | None, sampling.Answers]:
-    """Generate the base's answers, or None, and the model's. An adapter's base is the model with it off."""
+    """Generate the base's answers, or None, and the model's. An adapter's base is the model with it off.
+
+    Both end at the tokenizer's end token, as in training. An adapter is saved without a generation_config.json, and its
+    base knows its own end token only.
+    """
     model = load(target, tokenizer, device)
+    align_ends(model, tokenizer)
     sampling.print_prompts_cut(model, tokenizer, samples, target.settings.sample_max_new_tokens)
     tuned = _answers(target, model, tokenizer, samples)
     base = None
@@ -224,8 +231,16 @@ def answers_of_both(
         dtype = str(model.dtype).removeprefix("torch.")
         del model
         clear_device_cache(garbage_collection=True)  # a GPU need not hold both
-        base = _answers(target, load(target, tokenizer, device, base_in=dtype), tokenizer, samples)
+        base_model = load(target, tokenizer, device, base_in=dtype)
+        align_ends(base_model, tokenizer)
+        base = _answers(target, base_model, tokenizer, samples)
     return base, tuned
+
+
+def align_ends(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Tell a model which tokens begin, end and pad a text, as the Trainer does when it is made."""
+    with quiet():  # it says so at length
+        align_special_tokens(model, tokenizer)
 
 
 def _answers(target: Target, model: PreTrainedModel, tokenizer: Tokenizer, samples: list[Sample]) -> sampling.Answers:

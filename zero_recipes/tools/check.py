@@ -6,6 +6,7 @@ import shlex
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.trl_arguments import WITHOUT_LAUNCH, trl_arguments
+from zero_recipes.core.files import as_typed
 from zero_recipes.core.findings import collected, downgraded, finding, ignored_codes, shown
 from zero_recipes.core.gpus import gpu_named, gpus
 from zero_recipes.core.process import local_world_size
@@ -35,7 +36,7 @@ def check(arguments: argparse.Namespace) -> int:
     else:
         environment = launched_environment(launch_file, arguments.num_processes)
     gpu = gpu_named(arguments.gpu, gpus()) if arguments.gpu else None
-    with working(f"checking {arguments.recipe}"):
+    with working(f"checking {as_typed(arguments.recipe)}"):
         run, findings = preflight(arguments.recipe, mapping, overrides, environment, starts_now=False, gpu=gpu)
         if run is not None:
             findings += predicted.planned_findings(run, environment, gpu)
@@ -54,7 +55,7 @@ def check(arguments: argparse.Namespace) -> int:
     answer = "cannot run" if errors else "can run"
     if gpu:
         answer += f" on {gpu.name}"
-    print(f"{arguments.recipe} {answer}: {counted(errors, 'error')}, {counted(warnings, 'warning')}")
+    print(f"{as_typed(arguments.recipe)} {answer}: {counted(errors, 'error')}, {counted(warnings, 'warning')}")
     if findings:
         print(shown(findings, arguments.traceback))
     if run is not None:
@@ -74,9 +75,9 @@ def check(arguments: argparse.Namespace) -> int:
 
 def _launch_command(arguments: argparse.Namespace, run, environment) -> str:
     count = run.strategy.world_size
-    launch = ["zero-recipes", "train", str(arguments.recipe)]
+    launch = ["zero-recipes", "train", as_typed(arguments.recipe)]
     if arguments.config_file:
-        launch += ["--config_file", str(arguments.config_file)]
+        launch += ["--config_file", as_typed(arguments.config_file)]
     launch += ["--num_processes", str(count)]
     if local_world_size(environment, count) != count:
         launch += ["--hosts", "FIRST,SECOND", "--machine_rank", "RANK"]

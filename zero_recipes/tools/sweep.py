@@ -41,7 +41,7 @@ from zero_recipes.tools.report.read import value_text
 
 SCRIPT = "run_sft.py"
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
-LOGGED = re.compile(r"{'loss': '?([\w.+-]+)")  # what the Trainer prints
+LOGGED = re.compile(r"step \d+ of \d+: loss [\w.+-]+")  # what a run prints (training/progress.py)
 UNSAFE = re.compile(r"[^A-Za-z0-9._+,=-]")
 # what each run of a sweep has of its own, or all of them alike
 NOT_SWEPT = ("output_dir", "overwrite", "resume_from_checkpoint")
@@ -215,7 +215,7 @@ def run_logged(
                 tail.append(line.rstrip("\n"))
                 logged = LOGGED.match(line)
                 if logged:
-                    message = f"{label}: loss {logged[1]}"
+                    message = f"{label}: {logged[0]}"
                     say(message)
                     if not console.is_terminal:  # where no status moves
                         console.print(plain(message), soft_wrap=True)

@@ -25,7 +25,7 @@ from zero_recipes.config.resolved_recipe import without_tokens
 from zero_recipes.config.row_lengths import RowLengths
 from zero_recipes.config.settings import derive_accumulation
 from zero_recipes.config.strategy import launched_ds_config
-from zero_recipes.core.files import FILES, at_hand, write_text
+from zero_recipes.core.files import FILES, as_typed, at_hand, write_text
 from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.core.folder_lock import held
 from zero_recipes.core.host import Host
@@ -99,7 +99,7 @@ def tune(arguments: argparse.Namespace) -> int:
     if best.status != "ok":
         console.print(f"no candidate finished; see the logs in {folder}")
         return 1
-    launch = ["zero-recipes", "train", new, "--config_file", best.run.config, "--num_processes", processes]
+    launch = ["zero-recipes", "train", new, "--config_file", as_typed(best.run.config), "--num_processes", processes]
     command = shlex.join([str(word) for word in (*launch, *words_without_tokens(overrides))])
     write_text(new, tuned(recipe, best.run, [command, *header(rows, processes)]))
     console.print(plain(f"written: {new}\n{command}"), soft_wrap=True)

@@ -25,6 +25,7 @@ class Verb:
     name: ClassVar[str]
     help: ClassVar[str]
     takes_overrides: ClassVar[bool] = False  # unknown options override keys of the recipe
+    has_trust_switch: ClassVar[bool] = False  # `add_trust`: --trust_remote_code is no key of the recipe
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -65,7 +66,9 @@ def add_launch(parser: ArgumentParser) -> None:
 def add_machines(parser: ArgumentParser) -> None:
     """Add what a plan must know of the machines, and how it is made."""
     parser.add_argument("--gpus", required=True, help="number of GPUs; of a list (1,2,4,8), the cheapest that fits")
-    parser.add_argument("--gpu", default="h100-80gb", help="GPU type; docs/commands.md lists all; default: %(default)s")
+    parser.add_argument(
+        "--gpu", default="h100-80gb", help="GPU type, e.g. a100-80gb; an unknown one lists all; default: %(default)s"
+    )
     parser.add_argument(
         "--strategies", type=names, help="comma-separated names, or all; default: the stages and CPU offload"
     )
@@ -100,7 +103,7 @@ class Init(Verb):
     """Files of the package, copied for editing."""
 
     name = "init"
-    help = "copy recipes, ds_configs, accelerate_configs, run_sft.py and the demo's data for editing"
+    help = "copy recipes, configurations, run_sft.py and the demo's data for editing, and a recipe for your own data"
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -385,6 +388,7 @@ class Ask(Verb):
     name = "ask"
     help = "prompt a saved model and its base model with the same prompts and score both"
     takes_overrides = True
+    has_trust_switch = True
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -403,6 +407,7 @@ class Verify(Verb):
 
     name = "verify"
     help = "check that a saved model, adapter or checkpoint is complete"
+    has_trust_switch = True
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -428,6 +433,7 @@ class Export(Verb):
     name = "export"
     help = "export a run's model, with LoRA merged, as safetensors and GGUF"
     takes_overrides = True
+    has_trust_switch = True
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -523,13 +529,17 @@ class Explain(Verb):
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
-        parser.add_argument("code", help="e.g. ZR104; docs/codes.md lists all")
+        parser.add_argument("code", help="e.g. ZR104, as a message has it; all: a list of all codes")
 
     @staticmethod
     def run(arguments: Namespace) -> int:
         code = arguments.code.upper()
+        if code == "ALL":
+            for known in sorted(table()):
+                print(f"{known}  {' '.join(described(known)['what'].split())}")
+            return 0
         if code not in table():
-            print(f"unknown code {code}; docs/codes.md lists all codes", file=sys.stderr)
+            print(f"unknown code {code}; `zero-recipes explain all` lists all codes", file=sys.stderr)
             return REFUSED
         row = described(code)
         print(f"{code} ({row['area']}, {row['level']}): {row['what']}")

@@ -50,8 +50,14 @@ def generate_texts(
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id,
     )
-    new = answered[:, inputs["input_ids"].shape[1] :]
-    return [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    new = answered[:, inputs["input_ids"].shape[1] :].tolist()
+    # `decode` leaves out only those special tokens that the tokenizer was saved with: not an eos_token of the recipe
+    special = set(tokenizer.all_special_ids)
+    texts = []
+    for ids in new:
+        words = [token for token in ids if token not in special]
+        texts.append(tokenizer.decode(words, skip_special_tokens=True).strip())
+    return texts
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from zero_recipes.model.load import loaded_values
 from zero_recipes.model.towers import has_text_part, processor_files
 from zero_recipes.training.divergence import StopAtDivergence, StopWithoutProgress
 from zero_recipes.training.inputs import Inputs
+from zero_recipes.training.progress import RunProgress
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,11 @@ def extras_of(run: Run, inputs: Inputs, clock: PhaseClock) -> Extras:
 
 
 def callbacks_of(run: Run, metrics: StageMetricsCallback) -> list[TrainerCallback]:
-    """The callbacks of a recipe's run: its measurements, and what ends it before its last step."""
+    """The callbacks of a recipe's run: its measurements, what ends it before its last step, and what is shown of it."""
     settings = run.settings
     callbacks = [metrics, StopAtDivergence(metrics, settings.stop_after_nonfinite_steps)]
     patience = settings.early_stopping_patience
     if patience is not None:
         callbacks.append(StopWithoutProgress(metrics, patience, settings.early_stopping_threshold))
+    callbacks.append(RunProgress(metrics, has_bar=not settings.disable_tqdm))
     return callbacks

@@ -14,7 +14,14 @@ from zero_recipes.checks.deepspeed_objects import resolved_ds_config
 from zero_recipes.checks.predicted import planning
 from zero_recipes.checks.schedule import length_findings
 from zero_recipes.config.run import Run
-from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
+from zero_recipes.core.findings import (
+    Finding,
+    downgraded,
+    first_line,
+    ignored_codes,
+    raise_errors,
+    refusal,
+)
 from zero_recipes.core.library_errors import library_error_as_finding
 from zero_recipes.core.process import PhaseClock
 from zero_recipes.data.load import load_tokenizer
@@ -111,6 +118,18 @@ def _log_in(run: Run, arguments: SFTConfig) -> None:
     The repository is created, and wandb's callback logs in, after that.
     """
     if "wandb" in arguments.report_to and os.environ.get("WANDB_MODE", "online") == "online":
-        once(library_error_as_finding("logging in (report_to: wandb)")(import_module("wandb").login), "logs in")
+        once(_log_in_to_wandb, "logs in")
     if run.settings.push_to_hub:
         once(library_error_as_finding("logging in (push_to_hub)")(hub(arguments.hub_token).whoami), "logs in")
+
+
+def _log_in_to_wandb() -> None:
+    """Raises Refusal: wandb's own callback would stop the run after the weights are loaded."""
+    why = "wandb has no API key."
+    try:
+        is_logged_in = import_module("wandb").login()
+    except Exception as error:  # its UsageError, and what its connection raises
+        is_logged_in = False
+        why = first_line(error)
+    if not is_logged_in:
+        raise refusal("ZR912", error=why)

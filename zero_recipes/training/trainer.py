@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Self
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from peft.optimizers import create_loraplus_optimizer
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback
 from trl import SFTTrainer
 
 from zero_recipes.checkpoint.checksums import write_checksums
@@ -84,7 +84,7 @@ class ZeroSFTTrainer(TokenWeightedTrainer):
         if run.strategy.is_fsdp:
             fsdp_saved_names.keep_names_of_the_file(model)
             fsdp_absent_layers.name_layers_at_hand(model)
-        return cls(
+        trainer = cls(
             model=model,
             args=inputs.arguments,
             train_dataset=inputs.data.train,
@@ -94,6 +94,9 @@ class ZeroSFTTrainer(TokenWeightedTrainer):
             peft_config=inputs.peft_config,
             extras=extras_of(run, inputs, clock),
         )
+        for shown_by_default in (PrinterCallback, ProgressCallback):  # RunProgress shows what they do, and more
+            trainer.remove_callback(shown_by_default)
+        return trainer
 
     # training
 
@@ -339,6 +342,9 @@ class ZeroSFTTrainer(TokenWeightedTrainer):
             renamed_weights.load_weights_by_class(self.model, self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
+        metric = f"eval_{self.args.metric_for_best_model.removeprefix('eval_')}"
+        checkpoint = self.state.best_model_checkpoint
+        say(f"the model is that of the best checkpoint: {checkpoint} ({metric} {self.state.best_metric:.4g})")
 
     # the model
 

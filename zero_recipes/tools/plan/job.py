@@ -25,7 +25,7 @@ from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.row_lengths import RowLengths, stated
 from zero_recipes.config.settings import Settings, computed_in, derive_accumulation, loaded_dtype
-from zero_recipes.core.files import FILES, at_hand
+from zero_recipes.core.files import as_typed, at_hand
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.gpus import Gpu, gpu_named, gpus
 from zero_recipes.core.library_errors import library_error_as_finding
@@ -370,7 +370,7 @@ class PlanRequest:
         """Write the command of a job: the recipe's own values are left out, what the plan changed is added."""
         settings = self.recipe.settings
         path = self.recipe.path
-        argv = ["zero-recipes", "train", path.name if path.is_relative_to(FILES) else str(path)]
+        argv = ["zero-recipes", "train", as_typed(path)]
         if job.strategy != SINGLE and settings.deepspeed is None:  # else the recipe says all
             argv += ["--config_file", f"{job.strategy}.yaml"]
         argv += ["--num_processes", str(job.world_size)]

@@ -51,7 +51,7 @@ MEMORY = (
         "Textbook",
         "textbook_bytes",
         units.size,
-        "Textbook: the ZeRO paper's formula for the model states. docs/lesson.md explains what DeepSpeed adds.",
+        "Textbook: the ZeRO paper's formula for the model states. The documentation's lesson says what is added.",
     ),
     Measured(
         "Planned\nstates",
@@ -120,7 +120,7 @@ SPEED = (
         "paper_in_phi",
         _hundredths,
         "Paper: the volume according to the strategy's paper. For ZeRO++ it is the volume between nodes. "
-        "docs/strategies.md explains why DeepSpeed's stages send another.",
+        "DeepSpeed's stages send another; the documentation of the strategies says why.",
     ),
     Measured("Final\nloss", "final_loss", _loss, "Final loss: mean over the last five steps."),
 )

@@ -12,7 +12,7 @@ from zero_recipes.core.tables import Column
 from zero_recipes.metrics.read_runs import MeasuredRun, SampleRow, mean_scores, question
 from zero_recipes.tools.report import read, tables
 from zero_recipes.tools.report.judge import Judgement, bottom_line, sampled_run
-from zero_recipes.tools.report.read import Runs
+from zero_recipes.tools.report.read import Planned, Runs
 from zero_recipes.tools.report.tables import Table
 
 # answers that are shown at once, and those behind a click
@@ -21,6 +21,7 @@ MOST_ANSWERS = 12
 # pictures of the comparison, with what a reader hears who does not see them
 PICTURES = {
     "staircase": "Bars: bytes of parameters, gradients and optimizer on one rank, for each strategy",
+    "speed": "Bars: tokens per second of each strategy",
     "loss": "Lines: training loss of each strategy",
 }
 OF_A_RUN = "Lines: training and evaluation loss of this run"
@@ -85,14 +86,19 @@ class SingleRun:
     evaluations: Grid | None
 
 
-def content_of(runs: Runs, judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> dict[str, Any]:
-    """The values of page.html.j2. `pictures`: of the comparison, by name. A single run has its own loss.png."""
+def content_of(
+    runs: Runs, judgements: Sequence[Judgement], pictures: Mapping[str, Path], plan: Planned | None = None
+) -> dict[str, Any]:
+    """The values of page.html.j2. `pictures`: of the comparison, by name. A single run has its own loss.png.
+
+    `plan`: of the same job on GPUs.
+    """
     compared = read.comparison(runs)
     swept = [tables.sweep_table(group) for group in read.sweeps(runs)]
     return {
         "setting": read.setting(compared or runs),
         "written": date.today().isoformat(),
-        "bottom_line": bottom_line(runs),
+        "bottom_line": bottom_line(runs, plan),
         "answers": _answers(sampled_run(runs)),
         "pictures": [_picture(pictures[name], alt) for name, alt in PICTURES.items() if name in pictures],
         "judgements": judgements,
@@ -126,7 +132,7 @@ def _answers(run: MeasuredRun | None) -> Answers | None:
     if run is None:
         return None
     count = len(run.samples)
-    title = f"Answers of the run {run.label} to {count} prompts"
+    title = f"{count} prompts, answered before and after the run named {run.label}"
     if count > MOST_ANSWERS:
         title += f"; the first {MOST_ANSWERS} are shown"
     rows = []

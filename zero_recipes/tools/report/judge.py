@@ -8,7 +8,7 @@ from zero_recipes.core import units, zero_paper
 from zero_recipes.core.tables import Row
 from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.tools.report import read
-from zero_recipes.tools.report.read import Runs
+from zero_recipes.tools.report.read import Planned, Runs
 
 Verdict = Literal["yes", "no", "cannot tell"]
 Answer = tuple[Verdict, str]  # with what was measured, or why these runs cannot tell
@@ -74,11 +74,14 @@ def judge_runs(runs: Runs) -> list[Judgement]:
     ]
 
 
-def bottom_line(runs: Runs) -> list[str]:
-    """Say what it comes to: a recommendation, whether losses agree, unexpected volumes, and what did not finish."""
+def bottom_line(runs: Runs, plan: Planned | None = None) -> list[str]:
+    """Say what it comes to: a recommendation, whether losses agree, unexpected volumes, and what did not finish.
+
+    `plan`: of the same job on GPUs.
+    """
     compared = read.comparison(runs) or runs
     rows = read.table_rows(compared)
-    texts = _recommendation(rows)
+    texts = _recommendation(rows, plan)
     verdict, measured = _losses_equal(compared)
     if verdict != "cannot tell":
         why = measured.split(". ")[0].removesuffix(".")
@@ -90,16 +93,22 @@ def bottom_line(runs: Runs) -> list[str]:
     return texts
 
 
-def _recommendation(rows: Sequence[Row]) -> list[str]:
-    """The fastest run; of those that are as fast, and of all on CPUs, the one with the smallest model states."""
+def _recommendation(rows: Sequence[Row], plan: Planned | None) -> list[str]:
+    """The fastest run; of those that are as fast the one with the smallest model states.
+
+    CPUs say nothing about a GPU's speed: of runs there it is what the plan takes, else the smallest model states.
+    """
     timed = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
     if not timed:
         return []
     timed.sort(key=lambda row: row["state_bytes"] or math.inf)
     if timed[0]["device"] == "cpu":
-        smallest = f"Smallest model states: {timed[0]['label']}, {units.size(timed[0]['state_bytes'])}."
-        on_cpu = "CPU processes say nothing about the speed of GPUs. zero-recipes plan compares that."
-        return [f"{smallest} {on_cpu}"]
+        on_cpu = "These runs on CPUs say nothing about the speed of GPUs"
+        if plan is not None:
+            return [f"Take {plan.strategy}, by zero-recipes plan: {plan.in_words.rstrip('.')}. {on_cpu}."]
+        smallest = f"{timed[0]['label']} for the least memory: {units.size(timed[0]['state_bytes'])} of model states"
+        count = timed[0]["world_size"]
+        return [f"Take {smallest}. {on_cpu}: zero-recipes plan RECIPE.yaml --gpus {count} compares that."]
     fastest = max(row["tokens_per_second"] for row in timed)
     chosen, *others = (row for row in timed if row["tokens_per_second"] >= (1 - EQUAL_SPEED) * fastest)
     speed = f"{units.count(chosen['tokens_per_second'])} tokens/s"
@@ -120,8 +129,11 @@ def _volumes(rows: Sequence[Row]) -> list[str]:
         paper = units.fixed(row["paper_in_phi"], 2)
         # ZeRO++'s paper counts what crosses between nodes
         if sent and paper not in ("", sent) and row["strategy"] not in zero_paper.PLUS_PLUS:
-            unlike.append(f"{row['label']} {sent}Φ ({paper}Φ)")
-    return unlike and [f"Sent per step (in brackets: by the paper's formula): {', '.join(unlike)}."]
+            formula = paper if unlike else f"by the ZeRO paper's formula {paper}"
+            unlike.append(f"{row['label']} {sent} ({formula})")
+    if not unlike:
+        return []
+    return [f"Sent in a step, in sizes of the weights: {', '.join(unlike)}. The libraries are built so."]
 
 
 def sampled_run(runs: Runs) -> MeasuredRun | None:

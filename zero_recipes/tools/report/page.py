@@ -17,7 +17,7 @@ from zero_recipes.metrics.schema import ContractError
 from zero_recipes.tools.report import plots, read, tables
 from zero_recipes.tools.report.content import content_of
 from zero_recipes.tools.report.judge import Judgement, bottom_line, judge_runs
-from zero_recipes.tools.report.read import Runs
+from zero_recipes.tools.report.read import Planned, Runs
 
 
 def write_report(folder: Path, console: Console | None = None) -> Path:
@@ -33,22 +33,23 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     judgements = judge_runs(runs)
     pictures = plots.draw_comparison(runs, folder)
     reference = read.baseline(runs)
+    plan = read.planned(folder)
     content = {
         "schema": 1,
         "baseline": reference and reference.label,
         "rows": read.table_rows(runs),
-        "bottom_line": " ".join(bottom_line(runs)),
+        "bottom_line": " ".join(bottom_line(runs, plan)),
         "judgements": [judgement._asdict() for judgement in judgements],
     }
     write_json(folder / "report.json", content)
     page = folder / "report.html"
-    page.write_text(render_page(runs, judgements, pictures), encoding="utf-8", errors="replace")
-    _print(runs, judgements, console or terminal())
+    page.write_text(render_page(runs, judgements, pictures, plan), encoding="utf-8", errors="replace")
+    _print(runs, judgements, plan, console or terminal())
     return page
 
 
-def _print(runs: Runs, judgements: Sequence[Judgement], console: Console) -> None:
-    for line in bottom_line(runs):
+def _print(runs: Runs, judgements: Sequence[Judgement], plan: Planned | None, console: Console) -> None:
+    for line in bottom_line(runs, plan):
         console.print(plain(f"- {line}", style="bold"))
     for table in tables.tables_of(runs):
         console.print(plain(f"\n{table.title}", style="bold"))
@@ -63,8 +64,10 @@ def _print(runs: Runs, judgements: Sequence[Judgement], console: Console) -> Non
             console.print(plain(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
 
 
-def render_page(runs: Runs, judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> str:
-    """Write the page. `pictures`: of the comparison, by name."""
+def render_page(
+    runs: Runs, judgements: Sequence[Judgement], pictures: Mapping[str, Path], plan: Planned | None = None
+) -> str:
+    """Write the page. `pictures`: of the comparison, by name. `plan`: of the same job on GPUs."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -72,4 +75,4 @@ def render_page(runs: Runs, judgements: Sequence[Judgement], pictures: Mapping[s
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html.j2").render(content_of(runs, judgements, pictures))
+    return environment.get_template("page.html.j2").render(content_of(runs, judgements, pictures, plan))

@@ -15,7 +15,9 @@ from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.tools.report import read
 from zero_recipes.tools.report.read import Runs
 
-INCHES = (9.6, 4.6)
+# as wide as half a page on a desk, and a whole one on a telephone: the texts stay legible on both
+INCHES = (6.6, 4.8)
+INCHES_PER_RUN = 1.05  # where there are more runs than fit
 DPI = 150
 PEAK_SHIFT = 0.21  # from the middle, in which stack and peak stand side by side
 INK = "#24292f"
@@ -36,14 +38,19 @@ ABSENT = {"oom": "out of memory", "ok": "not measured"}  # why there is no bar, 
 
 
 def draw_comparison(runs: Runs, folder: Path) -> dict[str, Path]:
-    """Draw model states and losses of the compared runs. Returns paths by name; none if there is nothing to compare."""
+    """Draw model states, speeds and losses of the compared runs. Returns paths by name; none without such runs."""
     compared = read.comparison(runs)
     if not compared:
         return {}
     pictures = {}
     with matplotlib.rc_context(fname=STYLE):
-        for name, draw in (("staircase", _draw_states), ("loss", _draw_losses)):
-            figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
+        width, height = INCHES
+        size = (max(width, INCHES_PER_RUN * len(compared)), height)
+        drawn = {"staircase": _draw_states, "loss": _draw_losses}
+        if any(run.speed for run in compared):
+            drawn["speed"] = _draw_speeds
+        for name, draw in drawn.items():
+            figure = Figure(figsize=size, dpi=DPI, layout="constrained")
             draw(figure, compared)
             pictures[name] = folder / f"{name}.png"
             figure.savefig(pictures[name])
@@ -84,12 +91,29 @@ def _draw_states(figure: Figure, runs: Runs) -> None:
         for place, peak in zip(right, peaks, strict=True):
             if peak:
                 _above(axes, place, peak / one, _written(peak, one))
+    _name_bars(axes, runs)
+    figure.legend(loc="outside lower center", ncols=4)
+
+
+def _name_bars(axes: Axes, runs: Runs) -> None:
+    """Write the runs' names under bars at 0, 1, 2 and so on."""
     # broken so that long names do not meet
     names = [_label(run).replace("_", "\n").replace(" ", "\n") for run in runs]
     axes.set_xticks(range(len(names)), names, fontsize=10 if len(names) <= 6 else 9)
     axes.set_xlim(-0.6, max(len(names), 4) - 0.4)  # two bars alone would look like walls
     axes.tick_params(axis="x", length=0)
-    figure.legend(loc="outside lower center", ncols=4)
+
+
+def _draw_speeds(figure: Figure, runs: Runs) -> None:
+    """A bar for each run's tokens/s, in the colour of its loss."""
+    on_cpu = any(run.device == "cpu" for run in runs)
+    axes = _titled_axes(figure, "Speed on these CPUs, not a GPU's" if on_cpu else "Speed", runs)
+    axes.set_ylabel("tokens/s, without padding")
+    for place, run in enumerate(runs):
+        if run.speed:
+            axes.bar(place, run.speed, 0.56, color=STRATEGIES.get(run.label), ec="white", lw=0.6)
+            _above(axes, place, run.speed, units.count(run.speed))
+    _name_bars(axes, runs)
 
 
 def _sizes(values: Iterable[float | None]) -> numpy.ndarray:

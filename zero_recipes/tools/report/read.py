@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from zero_recipes.core import zero_paper
 from zero_recipes.metrics.read_runs import MeasuredRun
@@ -13,7 +14,25 @@ FINAL_STEPS = 5  # one step alone is mostly noise
 # ZeRO's stage of the strategies that the textbook covers
 STAGES = {"ddp": 0, "zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp2": 3}
 
+PLAN = "plan.json"  # beside the runs: what `zero-recipes plan RECIPE --gpus N --json` has printed
+
 Runs = Sequence[MeasuredRun]
+
+
+class Planned(NamedTuple):
+    """What a plan of the same job on GPUs recommends."""
+
+    strategy: str
+    in_words: str  # on which GPUs, how much memory and time
+
+
+def planned(folder: Path) -> Planned | None:
+    """The recommendation of the plan beside the runs; None where there is none, or it recommends nothing."""
+    try:
+        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        return Planned(plan["recommendation"]["strategy"], plan["bottom_line"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def comparison(runs: Runs) -> list[MeasuredRun]:
