@@ -8,11 +8,12 @@ session=/run/zero-recipes/environment.sh
 as_recipes="setpriv --reuid=recipes --regid=recipes --init-groups"
 
 # What the pod was started with, tokens too, for sessions (profile.sh): `recipes` alone may read it, and it lies in the
-# container, not on the volume.
+# container, not on the volume. It stays root's, whose login shells read it, too.
 keep_for_sessions() {
-    mkdir -p "${session%/*}" &&
+    (umask 022 && mkdir -p "${session%/*}") &&
         (umask 077 && python -I /opt/zero-recipes/docker/session_environment.py >"$session.new") &&
-        chown recipes: "$session.new" &&
+        chown root:recipes "$session.new" &&
+        chmod 440 "$session.new" &&
         mv "$session.new" "$session"
 }
 

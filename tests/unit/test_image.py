@@ -135,7 +135,7 @@ session() {
 }
 session bash -c 'env -0; bash -c true' >/stand-ins/command
 session bash -lc 'env -0' >/stand-ins/login
-stat -c '%a %U' /run/zero-recipes/environment.sh >/stand-ins/file
+stat -c '%a %U %G' /run/zero-recipes/environment.sh >/stand-ins/file
 setpriv --reuid=65534 --regid=65534 --clear-groups cat /run/zero-recipes/environment.sh >>/stand-ins/file 2>&1 || true
 """
 STAND_INS = {
@@ -202,7 +202,7 @@ def test_a_session_of_ssh_has_what_the_pod_was_started_with(tmp_path, monkeypatc
         found = list(machine.volume_findings(Path("out"), Host(environment=session)))
         assert [finding.code for finding in found] == ["ZR615"]
     mode, *refused = (tmp_path / "stand-ins" / "file").read_text().splitlines()
-    assert mode == "600 recipes" and "Permission denied" in refused[0]
+    assert mode == "440 root recipes" and "Permission denied" in refused[0]
 
 
 @pytest.mark.parametrize(("mode", "allows_chown", "code"), [(0o755, True, 0), (0o755, False, 2), (0o777, False, 0)])
