@@ -48,20 +48,24 @@ ENV PATH=/opt/zero-recipes/.venv/bin:$PATH \
 
 # .ready: the Makefile's mark of a finished .venv, so that `make demo` and `make test` work here without installing.
 # output: relative paths like output/zero3 outlive the container.
-# the folder belongs to recipes, what is in it to root: `make test` makes build/ there, no run changes the program
+# the folder belongs to recipes, what is in it to root: no run changes the program. .venv/kernels belongs to recipes,
+# too: `make test` compiles the tests' kernels there, and leaves its marks.
 # ubuntu: images of Ubuntu 24.04 have a user of this name with uid 1000
-# profile.d: a login shell (web terminal, ssh) starts from /etc/profile, which forgets the variables of the image.
+# bash: sshd starts the user's shell, and dash reads nothing for `ssh HOST COMMAND`
+# profile.sh: a login shell (web terminal, ssh) starts from /etc/profile, which forgets the variables of image and pod.
 COPY . .
 RUN pip install --quiet --no-cache-dir --disable-pip-version-check --no-deps -e . \
     && touch .venv/.ready \
     && python -m compileall -q zero_recipes run_sft.py \
     && if id -u ubuntu >/dev/null 2>&1; then userdel --remove ubuntu; fi \
-    && useradd --create-home --uid 1000 recipes \
-    && chown recipes: . \
+    && useradd --create-home --shell /bin/bash --uid 1000 recipes \
+    && mkdir .venv/kernels \
+    && chown recipes: . .venv/kernels \
     && mkdir -p /workspace/output \
     && ln -s /workspace/output output \
-    && export -p | grep -E '^export (PATH|(LD_)?LIBRARY_PATH|HF_HOME|TORCH_EXTENSIONS_DIR|TRITON_CACHE_DIR)=' \
-        >/etc/profile.d/zero-recipes.sh
+    && python docker/session_environment.py PATH LIBRARY_PATH LD_LIBRARY_PATH HF_HOME TORCH_EXTENSIONS_DIR \
+        TRITON_CACHE_DIR >docker/image.sh \
+    && cp docker/profile.sh /etc/profile.d/zero-recipes.sh
 
 ENTRYPOINT ["sh", "/opt/zero-recipes/docker/entrypoint.sh"]
 CMD ["bash"]

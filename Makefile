@@ -38,13 +38,16 @@ reference: setup
 # DeepSpeed's kernels that the tests load, compiled once: async_io takes minutes, and only where libaio-dev is installed
 OPS := deepspeed_shm_comm cpu_adam async_io
 
-# beside the environment that compiles them: kernels of one DeepSpeed are no other's (tests/conftest.py has the same)
-ops test grid: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/kernels
+# Beside the environment that compiles them: kernels of one DeepSpeed are no other's (tests/conftest.py has the same).
+# With their mark, in one folder: in the Docker image it is all of .venv that a user may write to.
+KERNELS := $(VENV)/kernels
+ops test grid: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(KERNELS)
 
-COMPILED := $(VENV)/.compiled
+COMPILED := $(KERNELS)/.compiled
 
 ops: setup
 	@python -m zero_recipes.engine.kernels $(OPS)
+	@mkdir -p $(KERNELS)
 	@touch $(COMPILED)
 
 $(COMPILED): $(VENV)/.ready

@@ -9,7 +9,8 @@
 #   --one-process  leave out the run under ZeRO-2 on two processes
 #
 # Needs root on Debian or Ubuntu, apt-get and PyPI. The stand-in is Debian 12 with its Python 3.11 and torch: what it
-# cannot show is CUDA. It and the image stay behind: podman rmi localhost/zero-recipes{,-base}:smoke
+# cannot show is CUDA. .ci/run calls this where TORCH_WHEEL is set; tests/unit/test_image.py needs nothing and runs the
+# image's scripts. The stand-in and the image stay behind: podman rmi localhost/zero-recipes{,-base}:smoke
 set -euo pipefail
 cd "$(dirname "$0")/.."
 torch_wheel="" tmp=${TMPDIR:-/tmp} fresh="" processes=2
@@ -122,6 +123,32 @@ if inside make --dry-run demo | grep -q 'pip install'; then
     log "make would install everything again"
     exit 1
 fi
+
+log "make test compiles its kernels as recipes, once"
+inside bash -ec '
+make --no-print-directory --silent ops OPS=deepspeed_shm_comm
+make --dry-run test >planned
+if grep -E "pip install|engine.kernels" planned; then exit 1; fi
+grep pytest planned' >/dev/null
+
+log "tests run as recipes"
+inside python -m pytest -q tests/unit/test_image.py >/dev/null
+
+log "a session of ssh has the variables of the pod, and nobody else reads them"
+inside ssh-keygen -q -t ed25519 -N "" -f /workspace/key
+token="hf_it's \"a\" \$HOME
+second line"
+pod=$(podman run --detach --rm -e HF_TOKEN="$token" -e RUNPOD_POD_ID=pod -e PUBLIC_KEY="$(cat "$volume/key.pub")" \
+    -v "$volume:/workspace" "$image" sleep 600)
+by_ssh() {
+    podman exec -u recipes "$pod" ssh -i /workspace/key -o StrictHostKeyChecking=no -o LogLevel=ERROR "$@"
+}
+for attempt in 1 2 3 4 5; do by_ssh localhost true && break; sleep 1; done
+test "$(by_ssh localhost printenv HF_TOKEN)" = "$token"
+test "$(by_ssh -tt localhost 'bash -lc "printenv RUNPOD_POD_ID"' | tr -d '\r')" = pod
+by_ssh localhost zero-recipes --help >/dev/null
+podman exec -u nobody "$pod" sh -c '! cat /run/zero-recipes/environment.sh 2>/dev/null'
+podman kill "$pod" >/dev/null || true
 
 log "one process"
 short=(--max_steps 2 --warmup_steps 0 --eval_strategy no --sample_prompts 0)

@@ -1,11 +1,13 @@
-"""What `zero-recipes rent` writes, as SkyPilot, Kubernetes and bash take it; the image's scripts, without Docker."""
+"""What `zero-recipes rent` writes, as SkyPilot, Kubernetes and bash take it."""
 
+import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.tiny import ROOT
+from zero_recipes.core.gpus import gpus
 from zero_recipes.tools import rent
 from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.check import rehearsal_of
@@ -48,6 +51,11 @@ def test_rented_files_are_valid_and_start_the_plans_choice(rented):
     assert own in job["env"], "the volume's kernels may be another processor's, and their lock another node's"
     machines = (2, "H100:8") if gpus == "16" else (1, "H100:2")
     assert (sky["num_nodes"], sky["resources"]["accelerators"]) == machines
+    assert job["envFrom"] == [{"secretRef": {"name": "zero-recipes", "optional": True}}]
+    affinity = documents[-1]["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    product = {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["NVIDIA-H100-80GB-HBM3"]}
+    assert term == {"matchExpressions": [product]}
     assert documents[0]["data"]["my_recipe.yaml"].strip() == (folder / "my_recipe.yaml").read_text().strip()
     rehearsal = f"zero-recipes rehearse my_recipe.yaml --config_file {STRATEGY[gpus]} --run_name 'a b'"
     assert all(rehearsal in (folder / f"my_recipe.{kind}").read_text() for kind in rent.WRITTEN)
@@ -74,6 +82,62 @@ def test_a_slurm_job_that_saved_on_a_signal_is_queued_again(rented):
     start, train, requeue = (folder / "called").read_text().splitlines()
     assert (done.returncode, start, requeue) == (75, "srun", "requeue 7") and train.endswith("--seed 1")
     assert ("--hosts node-a,node-b --machine_rank 1" in train) == (gpus == "16")
+
+
+@pytest.mark.parametrize("price", [(), ("--price", "2.5")], ids=["no price", "price"])
+def test_rent_takes_what_plan_recommends_and_says_so(tmp_path, monkeypatch, capsys, price):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    words = ["pythia.yaml", "--quick", "--gpus", "2,4", "--gpu", "h100-80gb", "--host_memory", "100", *price]
+    assert main(["plan", *words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert main(["rent", *words]) == 0
+    said = capsys.readouterr()
+    command = plan["recommendation"]["command"]
+    assert said.out.splitlines()[:2] == [plan["bottom_line"], command] and "ZR830" not in said.err
+    assert "sky jobs launch --secret HF_TOKEN pythia.sky.yaml" in said.out.splitlines()
+    job = Path("pythia.sbatch").read_text()
+    assert f"exec {command} " in job and not any("hf_secret" in file.read_text() for file in tmp_path.iterdir())
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", job, re.MULTILINE))
+    gpus_of_machine = plan["recommendation"]["world_size"]
+    assert (int(asked["gpus-per-node"]), int(asked["cpus-per-task"])) == (gpus_of_machine, 8 * gpus_of_machine)
+    assert asked["mem"] == "94G", "no more than the machine's 100 GB"
+    assert re.fullmatch(r"0-0[0-9]:[0-5][0-9]:00", asked["time"])
+
+
+@pytest.mark.parametrize(
+    ("slow_hours", "limit"),
+    [(0.01, "0-00:31:00"), (2, "0-03:30:00"), (15, "0-23:00:00"), (16, "1-00:00:00"), (None, "1-00:00:00")],
+)
+def test_a_job_ends_after_the_planned_time_or_a_day(slow_hours, limit):
+    cost = SimpleNamespace(hours=slow_hours and (0.0, slow_hours))
+    answer = SimpleNamespace(recommended=None, cost=lambda row: cost)
+    job = replace(rented_as("x.yaml", "", "x"), seconds=rent._seconds(answer))
+    assert job.limit == limit
+
+
+def test_a_card_without_a_known_name_is_selected_by_its_memory():
+    own = gpus()["h100-80gb"].model_copy(update={"names": (), "memory_mib": 100_000})
+    *_, job = yaml.safe_load_all(replace(rented_as("x.yaml", "", "x"), gpu=own).file("k8s.yaml"))
+    affinity = job["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    memory = {"key": "nvidia.com/gpu.memory", "operator": "Gt", "values": ["95000"]}
+    assert term == {"matchExpressions": [memory]}
+
+
+def test_files_outside_of_the_working_folder_are_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "inside.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    monkeypatch.chdir(here)
+    for data, is_named in (("../data.jsonl", True), ("inside.jsonl", False)):
+        text = (ROOT / "recipes" / "pythia.yaml").read_text()
+        Path("mine.yaml").write_text(text.replace("dataset_name: tatsu-lab/alpaca", f"dataset_name: {data}"))
+        assert main(["rent", "mine.yaml", "--quick", "--gpus", "2", "--output_dir", f"{is_named}"]) == 0
+        said = capsys.readouterr().err
+        assert ("[ZR830]" in said and f"{here}: ../data.jsonl" in said) == is_named, said
 
 
 # whatever a recipe is called
@@ -154,7 +218,8 @@ def rented_as(name: str, text: str, value: str) -> rent.Rented:
     words = ["zero-recipes", "train", name, "--config_file", "zero2.yaml", "--num_processes", "16", "--hosts", HOSTS]
     words += ["--machine_rank", MACHINE_RANK, "--run_name", value]
     rehearsal = rehearsal_of(shlex.join(words), 16)
-    return rent.Rented(Path(name), text, words, 2, 8, "H100", value, rehearsal)
+    gpu = gpus()["h100-80gb"]
+    return rent.Rented(Path(name), text, words, 2, 8, gpu, value, rehearsal, cpus=64, host_bytes=10**11, seconds=3601)
 
 
 def _with_names(test):
@@ -224,77 +289,3 @@ def test_what_no_job_can_use_or_everybody_could_read(tmp_path, monkeypatch, caps
         assert submitted == ["kubectl", "apply", "-f", "it's $(touch ran).k8s.yaml"]
     else:
         assert ended == 2 and code in said.err and "hf_secret" not in said.err and len(list(tmp_path.iterdir())) == 1
-
-
-# the steps of the Dockerfile that run without Docker; docker/smoke.sh builds the image and trains in it
-
-
-LOCKED_TORCH = re.search(r"^torch==(\S+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)[1]
-
-
-def entrypoint_in(folder: Path, user: int = 1234, **more: str) -> subprocess.CompletedProcess:
-    """The entrypoint with the volume in `folder`. What only root can do writes its arguments instead."""
-    volume, binaries = folder / "workspace", folder / "bin"
-    binaries.mkdir(exist_ok=True)
-    text = (ROOT / "docker" / "entrypoint.sh").read_text().replace("/workspace", str(volume))
-    for path in ("/usr/sbin", "/home", "/run"):
-        text = text.replace(f"{path}/", f"{binaries if path == '/usr/sbin' else folder}/")
-    (folder / "entrypoint.sh").write_text(text)
-    stubs = {"id": f"echo {user}", "lscpu": "echo Flags: none", "python": "echo 1", "find": ":"}
-    stubs |= dict.fromkeys(("chown", "ssh-keygen", "sshd", "setpriv"), 'echo "${0##*/} $*" >&2')
-    for name, line in stubs.items():
-        (binaries / name).write_text(f"#!/bin/sh\n{line}\n")
-        (binaries / name).chmod(0o755)
-    caches = {"HF_HOME": "huggingface", "TORCH_EXTENSIONS_DIR": "torch_extensions", "TRITON_CACHE_DIR": "triton"}
-    variables = {name: f"{volume}/cache/{path}" for name, path in caches.items()}
-    variables |= {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "HOME": "/nowhere"} | more
-    command = ["sh", str(folder / "entrypoint.sh"), "sh", "-c", "echo $HOME"]
-    return subprocess.run(command, env=variables, capture_output=True, text=True)
-
-
-def test_another_user_finds_the_folders_and_a_home_or_is_refused(tmp_path):
-    (tmp_path / "workspace").mkdir()
-    ran = entrypoint_in(tmp_path)
-    assert (ran.returncode, ran.stdout) == (0, f"{tmp_path}/workspace/cache\n"), ran.stderr
-    cache = tmp_path / "workspace" / "cache"
-    assert sorted(path.name for path in cache.iterdir()) == ["huggingface", "torch_extensions", "triton"]
-    shutil.rmtree(cache)
-    cache.write_text("a file where a folder is needed")
-    ran = entrypoint_in(tmp_path)
-    assert ran.returncode == 2 and ran.stderr.startswith(f"refused: {cache}/huggingface cannot be written to by user")
-
-
-def test_sshd_starts_where_a_pod_has_a_public_key(tmp_path):
-    assert [line.split()[0] for line in entrypoint_in(tmp_path, user=0).stderr.splitlines()] == ["setpriv"]
-    ran = entrypoint_in(tmp_path, user=0, PUBLIC_KEY="ssh-ed25519 AAAA me@here")
-    key = tmp_path / "recipes" / ".ssh" / "authorized_keys"
-    assert (ran.returncode, key.read_text(), key.stat().st_mode & 0o777) == (0, "ssh-ed25519 AAAA me@here\n", 0o600)
-    assert key.parent.stat().st_mode & 0o777 == 0o700
-    called = [line.split()[0] for line in ran.stderr.splitlines()]
-    assert called == ["chown", "ssh-keygen", "sshd", "setpriv"], "the command runs as recipes, after sshd"
-
-
-@pytest.mark.parametrize(
-    ("base_torch", "variables", "taken"),
-    [
-        (LOCKED_TORCH, {}, True),
-        (f"{LOCKED_TORCH}+cu130", {}, True),
-        (f"{LOCKED_TORCH}0", {}, False),
-        (None, {}, False),
-        (None, {"INSTALL_TORCH": "1"}, True),
-    ],
-)
-def test_the_lock_is_installed_on_the_locked_torch_alone(tmp_path, base_torch, variables, taken):
-    for name in ("docker", "scripts", "bin"):
-        (tmp_path / name).mkdir()
-    for name in ("requirements.lock", "docker/install_lock.sh"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "scripts" / "check_machine.sh").write_text("echo would install; exit 3\n")
-    python = tmp_path / "bin" / "python3"
-    python.write_text("#!/bin/sh\n" + (f"echo {base_torch}\n" if base_torch else "exit 1\n"))
-    python.chmod(0o755)
-    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    command = ["sh", "docker/install_lock.sh"]
-    ran = subprocess.run(command, cwd=tmp_path, env={"PATH": path} | variables, capture_output=True, text=True)
-    assert ran.returncode == (3 if taken else 1)
-    assert ("would install" in ran.stdout) == taken == ("refused: " not in ran.stderr)
