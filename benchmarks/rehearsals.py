@@ -64,6 +64,8 @@ def write_inputs(recipe: dict, folder: Path) -> list[str]:
             lines = [json.dumps({"messages": turns(json.loads(line))}) for line in lines]
         (rows / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     words = ["--model_name_or_path", str(model)]
+    if recipe.get("packing"):
+        words += ["--warmup_steps", "0"]  # so few rows are one step of packs
     if "dataset_config" in recipe:
         words += ["--dataset_config", "null"]
     if "datasets" in recipe:
