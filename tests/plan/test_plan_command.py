@@ -100,7 +100,7 @@ def test_the_formulas_answer_is_there_while_rows_are_simulated(capsys, monkeypat
     assert (
         cli.main(words) == 0 and "by formulas: zero3 with micro batches of 8" in seen[0][0].err and not seen[0][0].out
     )
-    monkeypatch.setattr(command, "terminal", lambda: Console(force_terminal=True, width=80))
+    monkeypatch.setattr(command, "terminal", lambda: Console(force_terminal=True, width=80, height=60))
     assert cli.main(words) == 0 and "the engine's results follow" in seen[1][0].out
     shown = seen[1][1].out
     assert "3 simulations are left" in shown and "1.0 of 85.5 GB" in " ".join(shown.split())

@@ -33,7 +33,7 @@ def small_step_findings(run: Run) -> Iterator[Finding]:
     if run.config is None:
         return
     small = miniature(run.config, run.settings.trust_remote_code)
-    if small is None or error_of_step(small) is not None:
+    if small is None or error_of_step(copy.deepcopy(small)) is not None:  # a class may count its calls
         return
     settings = run.settings
     is_padded = settings.joined_by is None and settings.per_device_train_batch_size > 1
@@ -44,8 +44,11 @@ def small_step_findings(run: Run) -> Iterator[Finding]:
         error = error_of_step(in_16_bits(small, dtype))
         if error is not None and NO_KERNEL not in str(error):
             yield finding("ZR483", kind=type(small).__name__, dtype=run.precision, error=first_line(error))
-    if run.settings.use_peft:
-        yield from _adapter_that_raises(small, adapter_of(run.settings, small))
+    adapter = None
+    with contextlib.suppress(Exception):  # what PEFT refuses is reported where TRL's objects are made
+        adapter = adapter_of(settings, small)
+    if adapter is not None:
+        yield from _adapter_that_raises(small, adapter)
 
 
 def weights_dtype(run: Run) -> torch.dtype:
