@@ -148,7 +148,12 @@ def beside_tensors() -> dict[str, Any]:
     ranges = [overheads().reserved_range(0, ranks) for ranks in (1, 2)]
     much = 10**12
     factor = (overheads().reserved_range(much, 1).high - ranges[0].high) / much
-    return {"beside": [found.low for found in ranges], "shown": [found.high for found in ranges], "factor": factor}
+    return {
+        "beside": [found.low for found in ranges],
+        "shown": [found.high for found in ranges],
+        "factor": factor,
+        "unplanned": overheads().unplanned["formulas"],
+    }
 
 
 def of_gpu(gpu: Gpu) -> dict[str, Any]:

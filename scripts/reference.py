@@ -33,6 +33,7 @@ from zero_recipes.config import keys  # noqa: E402
 from zero_recipes.config.keys import UNTYPED, accepted_types  # noqa: E402
 from zero_recipes.config.recipe_arguments import RecipeArguments  # noqa: E402
 from zero_recipes.core import findings  # noqa: E402
+from zero_recipes.core.measured_on import version_of  # noqa: E402
 from zero_recipes.metrics import schema  # noqa: E402
 from zero_recipes.metrics.schema import Metrics  # noqa: E402
 
@@ -340,6 +341,7 @@ def recipe_schema() -> str:
         "type": "object",
         "properties": properties,
         "additionalProperties": False,
+        "x-versions": {library: version_of(library) for library in ("transformers", "trl")},
     }
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 

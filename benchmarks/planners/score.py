@@ -31,6 +31,7 @@ from zero_recipes.tools.plan.cost import constants, regime_of
 from zero_recipes.tools.plan.formulas import overheads
 
 OURS = "this planner"
+LITTLE = 10**9  # bytes of activations, of which an error says nothing
 GOALS = {True: 0.03, False: 0.10}  # by `exact`
 GROUPS = {
     "configuration and reading exact": lambda row: row["exact"],
@@ -71,6 +72,7 @@ def main(blind: bool) -> None:
         document["verdicts"] = verdicts(known + of_threads)
         document["deaths"] = {row["id"]: said for row in of_threads if row["died"] and (said := verdict_on(row))}
         document["usable"] = usable_at_death()
+        document["unplanned"] = unplanned(known + predicted(BLIND / "rows.yaml", blind_predictions()))
     if earlier:  # a blind set that is seen now
         document["groups"]["blind 1"] = summary(earlier)
         document["blind 1"] = {row["id"]: row["errors"] | row["inside"] for row in earlier}
@@ -85,6 +87,10 @@ def main(blind: bool) -> None:
     of_both = [row for place in (FOLDER, BLIND) for row in read_rows(place / "times.yaml")]
     if constants()["kinds"] != (covered := kinds([row | {"job": job_of_row(row)} for row in of_both])):
         print(f"zero_recipes/tools/plan/times.yaml: `kinds` are others: {covered}")
+
+
+def blind_predictions() -> dict[str, Any]:
+    return json.loads((BLIND / "predictions.json").read_text())["rows"]
 
 
 def predicted(path: Path, predictions: dict[str, Any]) -> list[Row]:
@@ -196,8 +202,43 @@ def verdict_on(row: Row) -> dict[str, str]:
     allocated = prediction["allocated"]
     needed = allocated + overheads().beside_segments(row["gpus"])
     shown = overheads().reserved_range(allocated, row["gpus"]).high
-    now = verdict_of(needed, allocated <= overheads().usable_bytes(card), card)
+    most = allocated + unplanned_bytes(prediction)
+    now = verdict_of(needed, most <= overheads().usable_bytes(card), card)
     return {"now": now, "earlier": verdict_of(needed, shown <= card, card)}
+
+
+def unplanned_bytes(prediction: dict[str, Any]) -> float:
+    """As `Overheads.unplanned_bytes` has it."""
+    share = overheads().unplanned[prediction["source"]]
+    return share * (prediction["allocated"] if prediction["source"] == "formulas" else activations(prediction))
+
+
+def activations(prediction: dict[str, Any]) -> float:
+    """Bytes planned at the peak that are no model states."""
+    return prediction["at_peak"]["activations"] + prediction["at_peak"]["loss_head"]
+
+
+def unplanned(rows: list[Row]) -> dict[str, dict[str, float]]:
+    """What runs had allocated beyond the planned peak: of overheads.yaml. A simulation's as a share of its activations.
+
+    Of full fine-tuning and LoRA, where the allocator was read.
+    """
+    shares: dict[str, list[float]] = {"engine": [], "formulas": []}
+    for row in rows:
+        prediction = row["found"]
+        if row["read"] != "allocated" or row["method"] == "qlora" or not prediction or prediction["source"] == "none":
+            continue
+        beyond = measured_bytes(row) - prediction["allocated"]
+        if prediction["source"] == "formulas":
+            shares["formulas"].append(beyond / prediction["allocated"])
+        elif activations(prediction) > LITTLE:
+            shares["engine"].append(beyond / activations(prediction))
+    found = {}
+    for source, of_source in shares.items():
+        at = statistics.quantiles(of_source, n=10, method="inclusive")
+        values = {"median": at[4], "90 %": at[8], "most": max(of_source)}
+        found[source] = {"runs": len(of_source)} | {name: round(value, 3) for name, value in values.items()}
+    return found
 
 
 def verdict_of(needed: float, has_room: bool, card: int) -> str:

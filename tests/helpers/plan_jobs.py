@@ -57,10 +57,11 @@ def rows_of(needs: dict[str, int | tuple], ranks: int = 2, **request) -> list[Ro
 
 
 def made_up(
-    job: Job, peak: int, states: int | None = None, phase: str = "backward", cache: int = 0
+    job: Job, peak: int, states: int | None = None, phase: str = "backward", cache: int = 0, activations: int = 0
 ) -> schema.Prediction:
     """A prediction of `peak` bytes, `states` of them model states; the reserved range is [peak, peak + cache]."""
     states = peak // 2 if states is None else states
+    other = peak - states - activations
     return schema.Prediction(
         source="engine",
         strategy=job.strategy,
@@ -74,7 +75,7 @@ def made_up(
         max_length=job.settings.max_length,
         allocated_peak_bytes=peak,
         peak_phase=phase,
-        at_peak=dict.fromkeys(schema.PARTS, 0) | {"params": states, "activations": peak - states},
+        at_peak=dict.fromkeys(schema.PARTS, 0) | {"params": states, "activations": activations, "other": other},
         model_state_bytes=schema.ModelStateBytes(
             params=states, grads=0, optimizer=0, offloaded_host=0, offloaded_disk=0
         ),

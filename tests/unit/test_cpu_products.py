@@ -41,6 +41,16 @@ for dtype, expected in before.items():
             assert torch.equal(old, new)
         else:  # one rounding each, of sums in another order
             torch.testing.assert_close(old.float(), new.float(), rtol=2**-6, atol=2**-5 * old.abs().max().item())
+
+a, b = torch.randn(24, 40), torch.randn(40, 16)
+for one, other in ((a, b.bfloat16()), (a.bfloat16(), b)):
+    for multiply in (torch.mm, lambda one, other: torch.mm(one, other, out=torch.empty(24, 16).bfloat16())):
+        try:
+            multiply(one, other)
+        except RuntimeError as error:
+            assert "dtype" in str(error), error
+        else:
+            raise AssertionError("a mixed product was computed")
 """
 
 

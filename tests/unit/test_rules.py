@@ -363,6 +363,7 @@ def test_the_fault_is_found_and_its_fixed_twin_passes(fault, tmp_path):
     assert named, [str(finding) for finding in found]
     if (repr(fault.fixed), data) not in SOUND:  # many faults have the same twin
         fixed = findings_of(fault.fixed, tmp_path / "fixed", data)
+        fixed = [found for found in fixed if found.code != "ZR914"]  # of what this machine has compiled
         whole = fault.fixed.keys is None  # elsewhere other rules may find something about the GPUs that are not here
         assert fixed == [] if whole else [f for f in fixed if f.what == named[0].what] == [], [str(f) for f in fixed]
         SOUND.add((repr(fault.fixed) if whole else "", data))

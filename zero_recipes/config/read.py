@@ -130,7 +130,7 @@ def _merged(path: Path, mapping: Mapping[str, Any], overrides: Sequence[str]) ->
     values = _values_of_file(in_file, known, findings)
     typed = _values_of_command_line(overrides, values, known, findings)
     explicit_keys = in_file.keys() | typed.keys()
-    values = _converted(values | typed)
+    values = converted(values | typed)
     explicit = {key: value for key, value in values.items() if key in explicit_keys}
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     recipe = Recipe(path=path, settings=Settings(values), explicit=MappingProxyType(explicit), sha256=digest)
@@ -238,7 +238,7 @@ def _is_list(key: str, text: str, hint: Any) -> bool:
     return is_bracketed and keys.takes_lists(key, hint)
 
 
-def _converted(values: Mapping[str, Any]) -> dict[str, Any]:
+def converted(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values as the run reads them: mappings decoded, and files of the libraries and of this package found."""
     values = dict(values)
     values["datasets"] = list(map(_entry, values["datasets"]))
@@ -273,10 +273,10 @@ def _chat_template(named: str | None) -> str | None:
 
 def _decoded(value: Any) -> Any:
     """A mapping that the command line gives as JSON or YAML, its texts as transformers reads them ("true" is true)."""
-    from transformers.training_args import _convert_str_dict  # noqa: PLC2701 - engine/ is above this package
-
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
+    from transformers.training_args import _convert_str_dict  # noqa: PLC2701 - engine/ is above this package
+
     for read in (json.loads, yaml.safe_load):
         with contextlib.suppress(ValueError, yaml.YAMLError):
             return _convert_str_dict(read(value))

@@ -50,7 +50,7 @@ def _kernel(with_out: Callable, slow: frozenset[torch.dtype]) -> Callable:
 
     def multiply(*tensors: torch.Tensor, **scales: float) -> torch.Tensor:
         dtype = tensors[-1].dtype
-        if dtype in slow:
+        if dtype in slow and all(tensor.dtype == dtype for tensor in tensors):  # torch refuses mixed ones
             tensors = [tensor.float() for tensor in tensors]
         product = with_out(*tensors, **scales, out=tensors[-1].new_empty(0))
         return product.to(dtype)
@@ -60,7 +60,7 @@ def _kernel(with_out: Callable, slow: frozenset[torch.dtype]) -> Callable:
 
 def _mm_into(slow: frozenset[torch.dtype], first: torch.Tensor, second: torch.Tensor, *, out: torch.Tensor):
     """Multiply into `out`, as TRL's fused LM head does (trl/kernels/chunked_logprob.py) with tiles of logits."""
-    if out.dtype in slow:
+    if out.dtype in slow and first.dtype == second.dtype == out.dtype:
         return out.copy_(torch.mm(first.float(), second.float()))
     out.resize_(len(first), second.shape[1])
     return torch.ops.aten.addmm.out(out, first, second, beta=0, out=out)  # torch's own mm, too

@@ -70,7 +70,7 @@ function planOf(choice, strategy, batch) {
   const usualHost = gpu.usual_host[place];
   let onCard = "tight";
   if (needed > gpu.memory) onCard = "no";
-  else if (allocated <= gpu.usable) onCard = "fits";
+  else if (allocated + Math.trunc(allocated * figures.memory.unplanned) <= gpu.usable) onCard = "fits";
   const status = onCard === "fits" && host > usualHost ? "tight" : onCard;
 
   const flops = method.flops[figures.lengths.indexOf(choice.length)][Object.keys(figures.gpus).indexOf(choice.gpu)];

@@ -11,9 +11,10 @@ from pathlib import Path
 from rich.live import Live
 from rich.text import Text
 
+from zero_recipes.config.plain import default_values
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.files import FILES, write_json
+from zero_recipes.core.files import write_json
 from zero_recipes.core.tables import terminal, working
 from zero_recipes.core.units import count
 from zero_recipes.tools.plan import show
@@ -118,7 +119,7 @@ def requested(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
     else:
         name = model_named(str(named))
         own = ["--model_name_or_path", name]
-    recipe = Recipe(Path("RECIPE.yaml"), _default_settings(), DEFAULTS, "")
+    recipe = Recipe(Path("RECIPE.yaml"), Settings(default_values() | DEFAULTS), DEFAULTS, "")
     if rest:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "recipe.yaml")
@@ -129,14 +130,6 @@ def requested(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
     batches = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
     is_free = not any(word.lstrip("-").split("=")[0] in batches for word in rest)
     return replace(request, no_lengths="there is no recipe", batch_is_free=is_free)
-
-
-def _default_settings() -> Settings:
-    """Of the schema: TRL's parser waits for torch."""
-    schema = json.loads((FILES / "recipes" / "schema.json").read_text())
-    values = {key: row.get("default") for key, row in schema["properties"].items()}
-    lists = {"datasets": [], "include_for_metrics": []}
-    return Settings(values | lists | DEFAULTS)
 
 
 def llama(parameters: float) -> tuple[dict, str]:

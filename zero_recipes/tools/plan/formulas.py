@@ -36,6 +36,7 @@ class Overheads:
     own: tuple[float, float]
     segments: float
     usable: Mapping[int, float]  # {GiB of a card, at least: share}
+    unplanned: Mapping[str, float]  # {source of a prediction: share of its activations, or of its peak}
     cached: tuple[float, float]
     measured: bool  # whether a GPU showed what every run has; one GPU alone cannot show a communicator
 
@@ -47,6 +48,14 @@ class Overheads:
         """Bytes of a card that a run's tensors may take at their peak, if it is to fit for sure. `capacity`: bytes."""
         sizes = [size for size in self.usable if size * 2**30 <= capacity]
         return int(self.usable[max(sizes)] * capacity)
+
+    def unplanned_bytes(self, prediction: Prediction) -> int:
+        """Bytes that a run may need beyond the planned peak: the error of the planned activations, or of formulas."""
+        share = self.unplanned[prediction.source]
+        if prediction.source == "formulas":
+            return int(share * prediction.allocated_peak_bytes)
+        at_peak = prediction.at_peak
+        return int(share * (at_peak["activations"] + at_peak["loss_head"]))
 
     def reserved_range(self, allocated: int, world_size: int) -> ReservedRange:
         """Bound what nvidia-smi shows: from what is needed to what was ever reserved.

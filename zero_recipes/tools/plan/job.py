@@ -21,6 +21,7 @@ from huggingface_hub import constants
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
 from zero_recipes.config.ds_config import DsConfig, ModelSize, fill_own_autos, read_json_mapping
+from zero_recipes.config.plain import read_plain_recipe
 from zero_recipes.config.read import parse_recipe
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.row_lengths import RowLengths, stated
@@ -194,8 +195,11 @@ class Job:
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    """Read a recipe. It is cached, because TRL's parser imports torch and transformers."""
+    """Read a recipe. Where TRL's parser has to, the result is cached: it imports torch and transformers."""
     mapping = recipes.recipe_in_force(path)
+    plain = read_plain_recipe(path, mapping, overrides)
+    if plain is not None:
+        return plain
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
 
     def parsed() -> list[dict[str, Any]]:

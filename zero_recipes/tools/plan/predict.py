@@ -138,6 +138,7 @@ def fit_of(
         return 0 if there is None else max(0, (needed or 0) - there)
 
     needed = prediction.reserved_bytes.low
+    most_allocated = prediction.allocated_peak_bytes + overheads().unplanned_bytes(prediction)
     on_host = prediction.host_bytes
     host_lacks = lacks(on_host.most, host)
     nvme_lacks = lacks(prediction.nvme_bytes, nvme)
@@ -145,7 +146,7 @@ def fit_of(
     status = "tight"
     if host_lacks or nvme_lacks or needed > capacity:
         status = "no"
-    elif prediction.allocated_peak_bytes <= overheads().usable_bytes(capacity) and not beyond_usual:
+    elif most_allocated <= overheads().usable_bytes(capacity) and not beyond_usual:
         status = "fits"
     resume_lacks = lacks(on_host.resume, host)
     return Fit(status, capacity - needed, capacity, host_lacks, nvme_lacks, resume_lacks, beyond_usual)

@@ -1,15 +1,22 @@
-"""The numbers of a model that formulas need, from its config.json: built without memory once, then from disk."""
+"""The numbers of a model that formulas need, from its config.json: built without memory once, then from disk.
 
+Those of the models and recipes that the package brings are in shapes.json (benchmarks/shapes.py writes it).
+"""
+
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 from zero_recipes.checks import capacity
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import raise_errors
 from zero_recipes.core.library_errors import library_error_as_finding
+from zero_recipes.core.measured_on import version_of
 from zero_recipes.metrics.flops import ModelFlops, active_experts, model_flops
 from zero_recipes.model.layer_configs import configs_of_layers
 from zero_recipes.tools.plan.cache import cached
@@ -17,12 +24,32 @@ from zero_recipes.tools.plan.cache import cached
 # configurations' names of what drops a layer's outputs, once behind attention and once behind the MLP
 RESIDUAL_DROPOUTS = ("dropout", "hidden_dropout", "resid_dropout", "resid_pdrop", "residual_dropout")
 LORA_KEYS = ("use_peft", "use_rslora", "use_dora", "peft_config")  # beside lora_*
+SHIPPED = Path(__file__).with_name("shapes.json")
+BUILT_BY = ("transformers", "peft")
 
 
 def shape_of(config: Mapping[str, Any], settings: Settings) -> "Shape":
     """Read the shape of a model. Raises Refusal where its class cannot be built from the config alone."""
+    return _shape(*as_json(config, settings))
+
+
+def as_json(config: Mapping[str, Any], settings: Settings) -> tuple[str, str]:
+    """All that a shape depends on: the model's configuration, and the recipe's keys of LoRA."""
     lora = {key: value for key, value in vars(settings).items() if key.startswith("lora_") or key in LORA_KEYS}
-    return _shape(json.dumps(dict(config), sort_keys=True), json.dumps(lora, sort_keys=True, default=str))
+    return json.dumps(dict(config), sort_keys=True), json.dumps(lora, sort_keys=True, default=str)
+
+
+def name_of(config_json: str, lora_json: str) -> str:
+    """The name of a shape in shapes.json."""
+    return hashlib.sha256(f"{config_json}\n{lora_json}".encode()).hexdigest()[:16]
+
+
+@cache
+def shipped() -> dict[str, Any]:
+    """{name: fields} of shapes.json. Empty where other versions of the libraries are installed, which build others."""
+    document = json.loads(SHIPPED.read_text())
+    is_of_these = all(version_of(library) == document["versions"][library] for library in BUILT_BY)
+    return document["shapes"] if is_of_these else {}
 
 
 @dataclass(frozen=True)
@@ -61,8 +88,13 @@ class Shape:
 @lru_cache(maxsize=64)
 def _shape(config_json: str, lora_json: str) -> Shape:
     """From disk where possible, because building a model imports torch, transformers and PEFT."""
-    fields = cached(lambda: of_model(json.loads(config_json), json.loads(lora_json)), config_json, lora_json)
-    fields["tensors"] = [capacity.SwapTensor(*tensor) for tensor in fields["tensors"]]
+    fields = shipped().get(name_of(config_json, lora_json))
+    if fields is None:
+        fields = cached(lambda: of_model(json.loads(config_json), json.loads(lora_json)), config_json, lora_json)
+    tensors = []
+    for *tensor, count in fields["tensors"]:
+        tensors += [capacity.SwapTensor(*tensor)] * count
+    fields = fields | {"tensors": tensors}
     weights, trained, attention = fields["flops"]
     fields["flops"] = ModelFlops(weights, trained, dict(attention))
     return Shape(**fields)
@@ -120,7 +152,7 @@ def _counts(model: Any) -> dict[str, Any]:
         if "gate_proj" in name or "gate_up_proj" in name:
             is_gated = True
     return {
-        "tensors": tensors,
+        "tensors": [[*tensor, count] for tensor, count in Counter(tensors).items()],
         "parameters": sum(tensor.size for tensor in tensors),
         "trainable": sum(tensor.size for tensor in tensors if tensor.trained),
         "adapted": adapted,

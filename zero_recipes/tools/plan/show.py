@@ -41,9 +41,9 @@ STATUSES = {"fits": "fits", "tight": "may run out", "no": "does not fit"}
 # behind -v
 NOTES = (
     "Peak: live tensors on the fullest GPU; the columns up to Other are its parts. GPU memory: the peak with CUDA and "
-    "NCCL, which a run needs. Nvidia-smi shows what was ever reserved. Fits: the peak leaves what training runs on "
-    "cards of this size lost to fragmentation (overheads.yaml). May run out: it leaves less, or needs more host memory "
-    "than such a machine usually has. Margin: free memory beside what is needed. Other programs do not count.",
+    "NCCL, which a run needs. Nvidia-smi shows what was ever reserved. Fits: the peak and the plan's error leave what "
+    "training runs on cards of this size lost to fragmentation (overheads.yaml). May run out: they leave less, or more "
+    "host memory is needed than such a machine usually has. Margin: free memory beside what is needed. Other programs do not count.",
     "Host: memory per machine while loading / training / resuming. Disk: the model / a resumable checkpoint. NVMe: "
     "swap files per machine. Comm.: an all-reduce counts twice.",
     "Memory is for rows of max_length.",
