@@ -56,7 +56,7 @@ with 2 where it needs two processes. It ends without an error where the fault is
 SLOW = """
 ## Slow, not wrong
 
-Results are the same with and without these changes. [Performance](performance.md#what-a-step-asks-of-the-device) has
+Results are the same with and without these changes. [What a step asks of the device](../benchmarks/step_costs.md) has
 what some of them bring.
 """
 LIBRARY = re.compile(r"^[A-Za-z]+")
