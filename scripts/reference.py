@@ -57,10 +57,11 @@ with 2 where it needs two processes. It ends without an error where the fault is
 SLOW = """
 ## Slow, not wrong
 
-Results are the same with and without these changes. [Performance](performance.md#what-a-step-asks-of-the-device) has
+Results are the same with and without these changes. [What a step asks of the device](../benchmarks/step_costs.md) has
 what some of them bring.
 """
 LIBRARY = re.compile(r"^[A-Za-z]+")
+PAGE = re.compile(r"\bdocs/(\w+\.md)")  # a page as the code names it
 ISSUE = re.compile(r"\b([\w-]+/[\w-]+)#(\d+)")
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -111,7 +112,7 @@ def main() -> int:
 
 def with_table(page: str, lines: list[str], name: str = "") -> str:
     """The page with the lines between the two marks of this name."""
-    table = "\n".join(["", *lines, "", ""])
+    table = PAGE.sub(r"[\1](\1)", "\n".join(["", *lines, "", ""]))
     pattern = rf"(<!-- made by scripts/reference.py{name} -->\n).*?(<!-- end -->)"
     return re.sub(pattern, lambda found: found[1] + table + found[2], page, flags=re.DOTALL)
 

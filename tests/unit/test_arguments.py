@@ -107,3 +107,11 @@ def test_explain_lists_all_codes(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("ZR101  ") and len(lines) > 300
     assert cli.main(["explain", "ZR9"]) == 2
+
+
+def test_a_pager_may_stop_to_read():
+    command = [sys.executable, "-m", "zero_recipes.tools.main", "explain", "all"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 1
+    process.stderr.close()

@@ -52,6 +52,7 @@ def test_rented_files_are_valid_and_start_the_plans_choice(rented):
     machines = (2, "H100:8") if gpus == "16" else (1, "H100:2")
     assert (sky["num_nodes"], sky["resources"]["accelerators"]) == machines
     assert job["envFrom"] == [{"secretRef": {"name": "zero-recipes", "optional": True}}]
+    assert list(job["resources"]["limits"]) == ["nvidia.com/gpu"]
     affinity = documents[-1]["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
     (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     product = {"key": "nvidia.com/gpu.product", "operator": "In", "values": ["NVIDIA-H100-80GB-HBM3"]}
@@ -124,6 +125,19 @@ def test_a_card_without_a_known_name_is_selected_by_its_memory():
     (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     memory = {"key": "nvidia.com/gpu.memory", "operator": "Gt", "values": ["95000"]}
     assert term == {"matchExpressions": [memory]}
+
+
+def test_a_card_of_amd_is_asked_for_by_amds_names():
+    *_, job = yaml.safe_load_all(replace(rented_as("x.yaml", "", "x"), gpu=gpus()["mi300x-192gb"]).file("k8s.yaml"))
+    pod = job["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"amd.com/gpu": 8}
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    product = {
+        "key": "amd.com/gpu.product-name",
+        "operator": "In",
+        "values": ["AMD_Instinct_MI300X", "AMD_Instinct_MI300X_OAM"],  # the second by the labeller's documentation
+    }
+    assert term == {"matchExpressions": [product]}
 
 
 def test_files_outside_of_the_working_folder_are_named(tmp_path, monkeypatch, capsys):

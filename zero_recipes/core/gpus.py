@@ -38,6 +38,11 @@ class Gpu(BaseModel):
     source: Annotated[str, Field(min_length=1)]
 
     @property
+    def is_amd(self) -> bool:
+        """Whether the card is AMD's, by its names. One without a name is taken for NVIDIA's."""
+        return any(name.startswith("AMD ") for name in self.names)
+
+    @property
     def memory_bytes(self) -> int:
         """The memory that nvidia-smi shows, in bytes."""
         return self.memory_mib * 1024**2

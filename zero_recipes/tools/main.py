@@ -1,5 +1,6 @@
 """Check, plan, measure and compare fine-tuning runs, and work with their results."""
 
+import os
 import sys
 
 from zero_recipes.core.findings import Refusal, refusal
@@ -17,6 +18,9 @@ def main(argv: list[str] | None = None) -> int:
         return arguments.func(arguments)
     except (Refusal, RunFailed, KeyboardInterrupt) as ending:
         return print_ending(ending, with_traceback)
+    except BrokenPipeError:  # a pager or `head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
+        return 1
     except OSError as error:  # a path of the command line: no such file, no folder, not to be read or written
         return print_ending(refusal("ZR352", error=error), with_traceback)
 

@@ -195,9 +195,20 @@ class Rented:
         return f"{accelerator}:{self.gpus}"
 
     @property
+    def resource(self) -> Markup:
+        """A GPU as its vendor's device plugin names it in Kubernetes."""
+        return Markup("amd.com/gpu" if self.gpu.is_amd else "nvidia.com/gpu")
+
+    @property
+    def product_label(self) -> Markup:
+        """A node's label with the name of its GPU."""
+        return Markup("amd.com/gpu.product-name" if self.gpu.is_amd else "nvidia.com/gpu.product")
+
+    @property
     def products(self) -> list[str]:
-        """The GPU as NVIDIA's feature discovery labels a node of Kubernetes: the driver's name with hyphens."""
-        return [name.replace(" ", "-") for name in self.gpu.names]
+        """The GPU's names as the vendor's labeller writes them: the driver's name with another sign for spaces."""
+        space = "_" if self.gpu.is_amd else "-"
+        return [name.replace(" ", space) for name in self.gpu.names]
 
     @property
     def least_gpu_mib(self) -> int:
