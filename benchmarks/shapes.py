@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def named() -> Iterator[tuple[str, dict[str, Any], Settings]]:
-    """(a name, a model's configuration, settings): each with the recipe's own way of training and with LoRA."""
+    """(a name, a model's configuration, settings): each without and with LoRA."""
     for path in sorted(MODELS.glob("*.json")):
         arguments = parse_arguments(["plan", path.stem, "--gpus", "1"])
         request = requested(arguments, arguments.overrides)
@@ -56,9 +56,8 @@ def named() -> Iterator[tuple[str, dict[str, Any], Settings]]:
 
 
 def ways(name: str, config: dict[str, Any], settings: Settings) -> Iterator[tuple[str, dict[str, Any], Settings]]:
-    yield name, config, settings
-    if not settings.use_peft:
-        yield f"{name} with LoRA", config, settings.replace(use_peft=True)
+    yield name, config, settings.replace(use_peft=False)
+    yield f"{name} with LoRA", config, settings.replace(use_peft=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from tests.helpers.seeded import grid
 from zero_recipes.core.findings import Refusal
 from zero_recipes.tools.plan.shape import as_json, name_of, of_model, shipped
 
-DRAWN = {"pythia-6.9b with LoRA", "qwen3-8b-lora", "granite-4.0-h-tiny"}
+DRAWN = {"pythia-6.9b with LoRA", "qwen3-8b-lora with LoRA", "granite-4.0-h-tiny"}
 
 
 @pytest.mark.parametrize("all_of_them", [False, grid(True)])

@@ -35,6 +35,8 @@ def shape_of(config: Mapping[str, Any], settings: Settings) -> "Shape":
 
 def as_json(config: Mapping[str, Any], settings: Settings) -> tuple[str, str]:
     """All that a shape depends on: the model's configuration, and the recipe's keys of LoRA."""
+    if not settings.use_peft:
+        return json.dumps(dict(config), sort_keys=True), '{"use_peft": false}'
     lora = {key: value for key, value in vars(settings).items() if key.startswith("lora_") or key in LORA_KEYS}
     return json.dumps(dict(config), sort_keys=True), json.dumps(lora, sort_keys=True, default=str)
 
@@ -120,7 +122,7 @@ def of_model(raw: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
         towers = tower_names(model)
         unreached = sum(p.numel() for name, p in model.named_parameters() if is_within(name, towers))
         settings = Settings(dict(lora))
-        peft_config = adapter_of(settings, model)
+        peft_config = adapter_of(settings, model) if settings.use_peft else None
         if peft_config is not None:
             try:
                 model = get_peft_model(model, peft_config)
