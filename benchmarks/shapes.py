@@ -1,13 +1,14 @@
 """The shapes of all models and recipes that the package brings: python -m benchmarks.shapes
 
-Writes zero_recipes/tools/plan/shapes.json, so that the first plan of one of them need not import torch, transformers and
-PEFT. Needs no GPU, and some minutes. tests/plan/test_shapes.py makes some of them anew.
+Writes zero_recipes/tools/plan/shapes.json, so that the first plan of one of them need not import torch, transformers
+and PEFT. Needs no GPU, and some minutes. tests/plan/test_shapes.py makes some of them anew.
 """
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.atlas import compact
 from zero_recipes.config.plain import read_plain_recipe
 from zero_recipes.config.recipe import read_recipe_file
 from zero_recipes.config.settings import Settings
@@ -33,7 +34,7 @@ def main() -> None:
         else:
             print(name, flush=True)
     versions = {library: version_of(library) for library in BUILT_BY}
-    lines = [f"{json.dumps(name)}:{json.dumps(fields, separators=(',', ':'))}" for name, fields in sorted(shapes.items())]
+    lines = [f"{json.dumps(name)}:{compact(fields)}" for name, fields in sorted(shapes.items())]
     joined = ",\n".join(lines)
     write_text(SHIPPED, f'{{"versions":{json.dumps(versions)},"shapes":{{\n{joined}\n}}}}\n')
     print(f"{SHIPPED}: {SHIPPED.stat().st_size:,} bytes")

@@ -1,11 +1,12 @@
 """Write what the reference pages take from the code: python scripts/reference.py
 
 docs/codes.md from core/findings.yaml; docs/library_faults.md from the docstrings in engine/faults and engine/speed;
-docs/models.md from the board of benchmarks/families.py; the table of docs/metrics.md and docs/metrics.schema.json from
-the models of metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a
-recipe; the table of docs/recipes.md from the recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json in
-benchmarks/results; benchmarks/rehearsals.md and the table of docs/performance.md from rehearsals.json and
-throughput.json; in all pages, the numbers with a marker (scripts/page_numbers.py) from those files.
+docs/models.md from the board of benchmarks/families.py; the tables of docs/plan.md from planners.json, blind.json and
+scenarios.json; the table of docs/metrics.md and docs/metrics.schema.json from the models of metrics.json; the table of
+docs/recipe.md and recipes/schema.json from the dataclasses that parse a recipe; the table of docs/recipes.md from the
+recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json; benchmarks/rehearsals.md and the table of
+docs/performance.md from rehearsals.json and throughput.json; in all pages, the numbers with a marker
+(scripts/page_numbers.py). All JSON files are in benchmarks/results.
 Exits 1 where a file changed.
 """
 
@@ -29,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.library_faults import Fault, read_faults  # noqa: E402
 from scripts.models_page import models_page  # noqa: E402
 from scripts.page_numbers import with_numbers  # noqa: E402
+from scripts.plan_page import tables as plan_tables  # noqa: E402
 from zero_recipes.config import keys  # noqa: E402
 from zero_recipes.config.keys import UNTYPED, accepted_types  # noqa: E402
 from zero_recipes.config.recipe_arguments import RecipeArguments  # noqa: E402
@@ -91,6 +93,7 @@ def main() -> int:
         DOCS / "metrics.md": with_table((DOCS / "metrics.md").read_text(), list(metrics_rows(Metrics))),
         DOCS / "metrics.schema.json": metrics_schema(),
         DOCS / "recipe.md": with_table((DOCS / "recipe.md").read_text(), list(key_rows())),
+        DOCS / "plan.md": with_tables((DOCS / "plan.md").read_text(), plan_tables()),
         DOCS / "recipes.md": with_table((DOCS / "recipes.md").read_text(), list(recipe_rows())),
         DOCS / "performance.md": with_table(
             (DOCS / "performance.md").read_text(), list(throughput_rows()), ": throughput"
@@ -115,6 +118,13 @@ def with_table(page: str, lines: list[str], name: str = "") -> str:
     table = PAGE.sub(r"[\1](\1)", "\n".join(["", *lines, "", ""]))
     pattern = rf"(<!-- made by scripts/reference.py{name} -->\n).*?(<!-- end -->)"
     return re.sub(pattern, lambda found: found[1] + table + found[2], page, flags=re.DOTALL)
+
+
+def with_tables(page: str, tables: dict[str, list[str]]) -> str:
+    """The page with the lines of each table between the marks of its name."""
+    for name, lines in tables.items():
+        page = with_table(page, lines, name)
+    return page
 
 
 def codes() -> str:

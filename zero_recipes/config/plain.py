@@ -1,7 +1,7 @@
 """Read a recipe of plain values by recipes/schema.json, without TRL's parser, which takes seconds to import.
 
-`read_plain_recipe` gives what read.py's `parse_recipe` gives, or None: where a value is not plain, a key is unknown or a
-number out of range, the parser decides, and words what is wrong.
+`read_plain_recipe` gives what read.py's `parse_recipe` gives, or None: where a value is not plain, a key is unknown or
+a number out of range, the parser decides, and words what is wrong.
 """
 
 import hashlib

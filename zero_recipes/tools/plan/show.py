@@ -17,6 +17,7 @@ from zero_recipes.tools.plan.choose import Recommendation, Row, fewest_gpus
 from zero_recipes.tools.plan.cost import (
     Cost,
     Range,
+    Speed,
     bytes_across_machines,
     cost,
     estimate,
@@ -43,7 +44,8 @@ NOTES = (
     "Peak: live tensors on the fullest GPU; the columns up to Other are its parts. GPU memory: the peak with CUDA and "
     "NCCL, which a run needs. Nvidia-smi shows what was ever reserved. Fits: the peak and the plan's error leave what "
     "training runs on cards of this size lost to fragmentation (overheads.yaml). May run out: they leave less, or more "
-    "host memory is needed than such a machine usually has. Margin: free memory beside what is needed. Other programs do not count.",
+    "host memory is needed than such a machine usually has. Margin: free memory beside what is needed. Other programs "
+    "do not count.",
     "Host: memory per machine while loading / training / resuming. Disk: the model / a resumable checkpoint. NVMe: "
     "swap files per machine. Comm.: an all-reduce counts twice.",
     "Memory is for rows of max_length.",
@@ -107,6 +109,8 @@ def document(answer: Answer) -> dict[str, Any]:
     def plain(value: Any) -> dict[str, Any]:
         if isinstance(value, BaseModel):
             return value.model_dump()
+        if isinstance(value, Speed):
+            return vars(value) | {"likely": value.likely}
         if not isinstance(value, Job):
             return vars(value)
         place = {key: getattr(value, key) for key in ("model", "strategy", "world_size", "gpus_per_node")}
