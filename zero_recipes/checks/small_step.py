@@ -7,19 +7,19 @@ would end in its first step, with all weights loaded.
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from zero_recipes.checks.adapter_names import named_modules, tails
 from zero_recipes.config.ds_config import quiet
 from zero_recipes.config.run import Run
-from zero_recipes.config.settings import loaded_dtype
+from zero_recipes.config.settings import Settings, loaded_dtype
 from zero_recipes.core.findings import Finding, finding, first_line
 from zero_recipes.engine.faults.fp32_parameters import fp32_parameters
 from zero_recipes.engine.linear_attention import computed_in_torch, kernels_of
-from zero_recipes.model.miniature import TOKENS, miniature, one_thread
+from zero_recipes.model.miniature import TOKENS, found_once, miniature, one_thread
 from zero_recipes.model.towers import adapter_of
 
 LENGTH = 80  # more tokens than kernels compute at once
@@ -32,23 +32,46 @@ def small_step_findings(run: Run) -> Iterator[Finding]:
     """What a small model of the run's class does with padding, and raises in 16 bits or with the run's adapter."""
     if run.config is None:
         return
-    small = miniature(run.config, run.settings.trust_remote_code)
-    if small is None or error_of_step(copy.deepcopy(small)) is not None:  # a class may count its calls
-        return
     settings = run.settings
     is_padded = settings.joined_by is None and settings.per_device_train_batch_size > 1
-    if is_padded and sees_padding(small):
-        yield finding("ZR485", kind=type(small).__name__)
-    dtype = weights_dtype(run)
+    tried = try_steps(run.config, settings.trust_remote_code, weights_dtype(run), is_padded)
+    if tried is None:
+        return
+    if tried.sees_padding:
+        yield finding("ZR485", kind=tried.kind)
+    if tried.error_in_16_bits is not None:
+        yield finding("ZR483", kind=tried.kind, dtype=run.precision, error=tried.error_in_16_bits)
+    if settings.use_peft:
+        yield from _adapter_findings(miniature(run.config, settings.trust_remote_code), settings)
+
+
+class Tried(NamedTuple):
+    """What a small model of a class did."""
+
+    kind: str
+    sees_padding: bool
+    error_in_16_bits: str | None
+
+
+@found_once
+def try_steps(config: PretrainedConfig, trust_remote_code: bool, dtype: torch.dtype, is_padded: bool) -> Tried | None:
+    """Let a small model of a configuration's class take its steps. None where it takes none as it is.
+
+    Args:
+        config: of the model itself.
+        trust_remote_code: whether code that comes with the model may run.
+        dtype: of the weights that compute.
+        is_padded: whether rows have padding behind them.
+    """
+    small = miniature(config, trust_remote_code)
+    if small is None or error_of_step(copy.deepcopy(small)) is not None:  # a class may count its calls
+        return None
+    error = None
     if dtype is not torch.float32:
-        error = error_of_step(in_16_bits(small, dtype))
-        if error is not None and NO_KERNEL not in str(error):
-            yield finding("ZR483", kind=type(small).__name__, dtype=run.precision, error=first_line(error))
-    adapter = None
-    with contextlib.suppress(Exception):  # what PEFT refuses is reported where TRL's objects are made
-        adapter = adapter_of(settings, small)
-    if adapter is not None:
-        yield from _adapter_that_raises(small, adapter)
+        raised = error_of_step(in_16_bits(small, dtype))
+        if raised is not None and NO_KERNEL not in str(raised):
+            error = first_line(raised)
+    return Tried(type(small).__name__, is_padded and sees_padding(small), error)
 
 
 def weights_dtype(run: Run) -> torch.dtype:
@@ -100,6 +123,15 @@ def error_of_step(model: torch.nn.Module) -> Exception | None:
     except Exception as error:  # a class may raise anything
         return error
     return None
+
+
+def _adapter_findings(model: PreTrainedModel, settings: Settings) -> Iterator[Finding]:
+    """What a small model raises with the run's adapter."""
+    adapter = None
+    with contextlib.suppress(Exception):  # what PEFT refuses is reported where TRL's objects are made
+        adapter = adapter_of(settings, model)
+    if adapter is not None:
+        yield from _adapter_that_raises(model, adapter)
 
 
 def _adapter_that_raises(model: PreTrainedModel, written: Any) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ import difflib
 import math
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from zero_recipes.config.recipe_arguments import RecipeArguments
@@ -39,6 +39,7 @@ def dataclasses_of_a_recipe() -> tuple[type, ...]:
     return ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments
 
 
+@cache
 def key_types() -> dict[str, Any]:
     """The type hint of every key that a recipe may have, by its name."""
     types: dict[str, Any] = {}
@@ -58,6 +59,7 @@ def _entry_type() -> type:
     return dataclasses.make_dataclass("DatasetEntry", own, bases=(DatasetConfig,))
 
 
+@cache
 def key_choices() -> dict[str, list[str]]:
     """The only values of each key that does not take others, by its name."""
     choices = {}
