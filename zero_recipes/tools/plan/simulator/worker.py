@@ -172,7 +172,7 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
         if strategy.is_deepspeed and training_args.bf16:  # `to` refuses packed weights
             model.bfloat16()
         elif strategy.is_deepspeed and training_args.fp16:
-            model.half()
+            torch.nn.Module.half(model)  # transformers' own refuses packed weights; DeepSpeed does not call it
         model.to(training_args.device)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}))  # the least that SFTTrainer takes
     count = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
