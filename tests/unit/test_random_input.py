@@ -91,7 +91,7 @@ def keys_of(kind: str) -> dict[str, list]:
 
     if kind == "recipe":
         defaults = {field.name: field.default for cls in dataclasses_of_a_recipe() for field in dataclasses.fields(cls)}
-        found, choices = key_types(), key_choices()
+        found, choices = dict(key_types()), key_choices()
         del found["ignore"]  # who ignores an error takes what comes
         return {key: [*choices.get(key, ()), *right(hint, defaults.get(key))] for key, hint in found.items()}
     if kind == "accelerate":

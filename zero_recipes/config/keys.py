@@ -9,6 +9,7 @@ import math
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 from zero_recipes.config.recipe_arguments import RecipeArguments
@@ -40,14 +41,14 @@ def dataclasses_of_a_recipe() -> tuple[type, ...]:
 
 
 @cache
-def key_types() -> dict[str, Any]:
+def key_types() -> Mapping[str, Any]:
     """The type hint of every key that a recipe may have, by its name."""
     types: dict[str, Any] = {}
     for cls in dataclasses_of_a_recipe():
         hints = typing.get_type_hints(cls)
         types |= {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
     types["datasets"] = list[_entry_type()]
-    return types
+    return MappingProxyType(types)
 
 
 def _entry_type() -> type:
@@ -60,14 +61,14 @@ def _entry_type() -> type:
 
 
 @cache
-def key_choices() -> dict[str, list[str]]:
+def key_choices() -> Mapping[str, list[str]]:
     """The only values of each key that does not take others, by its name."""
     choices = {}
     for cls in dataclasses_of_a_recipe():
         for field in dataclasses.fields(cls):
             if field.metadata.get("choices"):
                 choices[field.name] = list(field.metadata["choices"])
-    return choices
+    return MappingProxyType(choices)
 
 
 # sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too;
