@@ -59,18 +59,19 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     said = plan(capsys)
     lines = said.splitlines()
-    assert lines[0].startswith("zero3 with micro batches of 8 fits")
+    assert lines[0].startswith("zero3 fits")
     first = " ".join(line.strip() for line in lines[:4])
-    assert "pythia-6.9b-deduped on 2 x h100-80gb: 76.8 of 85.5 GB (nvidia-smi up to 85.5), likely " in first
+    assert "pythia-6.9b-deduped on 2 x h100-80gb: 68.2 of 85.5 GB (nvidia-smi up to 85.5), likely " in first
     assert len(lines) <= 24
     command = next(line for line in lines if line.startswith("zero-recipes train "))
-    assert command.startswith(f"zero-recipes train {RECIPE} --config_file zero3.yaml --num_processes 2 --per_device_tr")
+    assert command == f"zero-recipes train {RECIPE} --config_file zero3.yaml --num_processes 2"
     assert all(len(line) <= 80 for line in lines if "zero-recipes " not in line)
     assert lines[-1].endswith(" --gpus 2") and "zero-recipes rehearse" in lines[-1]
     rows = {name: (fits, float(needed.replace(",", ""))) for name, fits, needed in ROW.findall(said)}
     assert {row.split(",")[-1].strip() for row in rows} == {*strategies(), "LoRA", "QLoRA"}
     for fits, needed in rows.values():  # the number that decides is the one that is shown
-        assert fits == ("fits" if needed <= 77.7 else "may run out" if needed <= 85.5 else "does not fit")
+        most = 1.1 * (needed - 1.0)  # by formulas, and without CUDA and NCCL
+        assert fits == ("fits" if most <= 77.7 else "may run out" if needed <= 85.5 else "does not fit")
     monkeypatch.setenv("COLUMNS", "240")
     verbose = plan(capsys, "--verbose")
     assert "+17.4 GB" in verbose and verbose.count(" are in the likely range, ") == 1
@@ -98,7 +99,7 @@ def test_the_formulas_answer_is_there_while_rows_are_simulated(capsys, monkeypat
     )
     words = ["plan", RECIPE, "--gpus", "2", "--strategies", "zero3"]
     assert (
-        cli.main(words) == 0 and "by formulas: zero3 with micro batches of 8" in seen[0][0].err and not seen[0][0].out
+        cli.main(words) == 0 and "by formulas: zero3 fits" in seen[0][0].err and not seen[0][0].out
     )
     monkeypatch.setattr(command, "terminal", lambda: Console(force_terminal=True, width=80, height=60))
     assert cli.main(words) == 0 and "the engine's results follow" in seen[1][0].out
@@ -147,9 +148,9 @@ def test_a_recipe_and_a_model_s_shape_are_kept_as_they_are(tmp_path, monkeypatch
 
 def test_without_options_a_size_has_the_values_that_trl_gives_a_recipe():
     words = arguments_of("--params", "2e8")
-    plain, parsed = (vars(command.requested(words, rest).recipe.settings) for rest in ([], ["--seed", "42"]))
+    plain, parsed = (vars(command.requested(words, rest).recipe.settings) for rest in ([], ["--label_names", "a"]))
     differing = {key for key in plain.keys() | parsed if key not in parsed or plain[key] != parsed[key]}
-    assert differing == {"env", "debug", "include_num_input_tokens_seen"}  # other words for the same
+    assert differing == {"label_names"}  # a list, which TRL's parser reads
 
 
 def arguments_of(*words: str) -> argparse.Namespace:
@@ -216,10 +217,10 @@ def test_the_cheapest_machine_is_taken_where_there_is_a_price(capsys):
 
 
 def test_json_is_all_that_is_printed_and_holds_every_figure(capsys):
-    found = document(capsys, "--price", "2", "--max", "--max_length", "1024")
+    found = document(capsys, "--price", "2", "--max", "--max_length", "640")
     rows = rows_of(found)
     assert list(rows) == list(strategies())
-    three, asked = rows["zero3"], replace(job("zero3", max_length=1024), workspace=H100.workspace_bytes)
+    three, asked = rows["zero3"], replace(job("zero3", max_length=640), workspace=H100.workspace_bytes)
     formulas = predict_by_formulas(asked).model_dump()
     assert three["prediction"] == formulas
     assert three["fit"]["status"] == "fits" and three["change"] is None and three["limits"]["micro_batch_size"] >= 2
@@ -228,7 +229,7 @@ def test_json_is_all_that_is_printed_and_holds_every_figure(capsys):
     hours, run = three["cost"]["hours"], three["cost"]["run"]
     assert run == pytest.approx([2 * 2 * end for end in hours])  # two GPUs at 2 an hour
     assert hours == pytest.approx([500 * end / 3600 for end in three["speed"]["step_seconds"]])  # max_steps: 500
-    assert found["recommendation"]["command"].endswith(" --max_length 1024")
+    assert found["recommendation"]["command"].endswith(" --max_length 640")
 
 
 def test_epochs_of_data_at_hand_are_counted_in_steps(capsys):
@@ -242,13 +243,13 @@ def test_epochs_of_data_at_hand_are_counted_in_steps(capsys):
 
 def test_the_smallest_machine_is_looked_for(capsys):
     said = plan(capsys, gpus="1,2,4,8", gpu="l40s")
-    cheapest = "zero3 fits EleutherAI/pythia-6.9b-deduped on 4 x l40s-48gb, the cheapest a token of 1, 2, 4, 8 GPUs: "
+    cheapest = "zero2 fits EleutherAI/pythia-6.9b-deduped on 8 x l40s-48gb, the cheapest a token of 1, 2, 4, 8 GPUs: "
     assert said.startswith(cheapest) and "tokens/s, " in said
-    assert all(row in said for row in ("\n1 x zero2_offload  fits", "\n4 x zero3          fits"))
+    assert all(row in said for row in ("\n1 x zero2_offload  fits", "\n4 x zero3          may run out"))
     found = document(capsys, "--strategies", "zero2,zero3", gpus="1,2,4,8", gpu="l40s")
     words = {(row["job"]["world_size"], row["job"]["strategy"]): row["fit"]["status"] for row in found["rows"]}
-    assert words[2, "zero3"] == "no" and words[4, "zero3"] == "fits" and found["smallest_machine"] == 4
-    assert "--num_processes 4" in found["recommendation"]["command"]
+    assert words[2, "zero3"] == "no" and words[4, "zero3"] == "tight" and found["smallest_machine"] == 4
+    assert "--num_processes 8" in found["recommendation"]["command"]
     tiny = document(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
     assert set(tiny["not_planned"]["4"]) == set(strategies())  # global_batch_size 16: not by 4 processes
     batches = "--per_device_train_batch_size 16"  # accumulation follows from global_batch_size
