@@ -1,12 +1,12 @@
 """Write what the reference pages take from the code: python scripts/reference.py
 
 docs/codes.md from core/findings.yaml; docs/library_faults.md from the docstrings in engine/faults and engine/speed;
-docs/models.md from the board of benchmarks/families.py; the tables of docs/plan.md from planners.json, blind.json and
-scenarios.json; the table of docs/metrics.md and docs/metrics.schema.json from the models of metrics.json; the table of
-docs/recipe.md and recipes/schema.json from the dataclasses that parse a recipe; the table of docs/recipes.md from the
-recipes, and recipe_plans.json, gpu_h200.json and rehearsals.json; benchmarks/rehearsals.md and the table of
-docs/performance.md from rehearsals.json and throughput.json; in all pages, the numbers with a marker
-(scripts/page_numbers.py). All JSON files are in benchmarks/results.
+docs/models.md from the board of benchmarks/families.py; the table of docs/demo.md from docs/demo/report.json; the
+tables of docs/plan.md from planners.json, blind.json and scenarios.json; the table of docs/metrics.md and
+docs/metrics.schema.json from the models of metrics.json; the table of docs/recipe.md and recipes/schema.json from the
+dataclasses that parse a recipe; the table of docs/recipes.md from the recipes, and recipe_plans.json, gpu_h200.json and
+rehearsals.json; benchmarks/rehearsals.md and the table of docs/performance.md from rehearsals.json and throughput.json;
+in all pages, the numbers with a marker (scripts/page_numbers.py). Other JSON files are in benchmarks/results.
 Exits 1 where a file changed.
 """
 
@@ -27,6 +27,7 @@ from pydantic import BaseModel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from scripts.demo_page import demo_rows  # noqa: E402
 from scripts.library_faults import Fault, read_faults  # noqa: E402
 from scripts.models_page import models_page  # noqa: E402
 from scripts.page_numbers import with_numbers  # noqa: E402
@@ -93,6 +94,7 @@ def main() -> int:
         DOCS / "metrics.md": with_table((DOCS / "metrics.md").read_text(), list(metrics_rows(Metrics))),
         DOCS / "metrics.schema.json": metrics_schema(),
         DOCS / "recipe.md": with_table((DOCS / "recipe.md").read_text(), list(key_rows())),
+        DOCS / "demo.md": with_table((DOCS / "demo.md").read_text(), list(demo_rows())),
         DOCS / "plan.md": with_tables((DOCS / "plan.md").read_text(), plan_tables()),
         DOCS / "recipes.md": with_table((DOCS / "recipes.md").read_text(), list(recipe_rows())),
         DOCS / "performance.md": with_table(
