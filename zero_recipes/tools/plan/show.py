@@ -38,6 +38,7 @@ PARTS = {
     "loss_head": "Loss\nhead",
     "other": "Other",
 }
+LITTLE = 50_000_000  # bytes of host memory, which are 0.0 GB
 STATUSES = {"fits": "fits", "tight": "may run out", "no": "does not fit"}
 # behind -v
 NOTES = (
@@ -338,7 +339,7 @@ def _shown(row: Row) -> str:
 
 
 def _host_memory(answer: Answer, row: Row) -> list[str]:
-    if not row.prediction.host_bytes.most:
+    if row.prediction.host_bytes.most < LITTLE:
         return []
     needed = f"{in_gigabytes(row.prediction.host_bytes.most)} GB of host memory"
     if answer.request.host:
