@@ -216,6 +216,23 @@ def test_layers_that_bend_the_line_are_no_answer():
     assert extrapolated([*answers[:2], {"error": "no memory"}], 80) == {"error": "no memory"}
 
 
+def test_where_a_few_layers_do_not_tell_all_are_simulated(tmp_path, monkeypatch):
+    model = write_llama(tmp_path / "llama")
+    frozen = with_layers(job_of(write_recipe(tmp_path, model, LORA), model, "zero2"), 80)
+    layers_asked, ended = [], []
+
+    def answers(tasks, deadline):
+        for number, task in enumerate(tasks):
+            layers_asked.append((task["job"]["config"]["num_hidden_layers"], task["rank"]))
+            yield number, {}
+
+    said = lambda job, by_rank, few: f"forward {layers.NOT_LINEAR}" if few else len(by_rank)  # noqa: E731
+    monkeypatch.setattr(simulation, "_answers", answers)
+    monkeypatch.setattr(simulation, "_prediction", said)
+    assert simulation.simulate([frozen], ready=lambda job, found: ended.append(found)) == [2] == ended
+    assert sorted(layers_asked) == [(number, rank) for number in (*layers.FEW, 80) for rank in (0, 1)]
+
+
 @pytest.mark.grid
 def test_lora_on_experts_is_simulated_at_stage_3(tmp_path):
     """PEFT gives an adapter of a parameter the parameter's dtype, and others fp32: DeepSpeed takes one alone."""

@@ -98,9 +98,7 @@ def test_the_formulas_answer_is_there_while_rows_are_simulated(capsys, monkeypat
         command, "answer_by", lambda found, *rest, **more: by(found if callable(found) else known, *rest, **more)
     )
     words = ["plan", RECIPE, "--gpus", "2", "--strategies", "zero3"]
-    assert (
-        cli.main(words) == 0 and "by formulas: zero3 fits" in seen[0][0].err and not seen[0][0].out
-    )
+    assert cli.main(words) == 0 and "by formulas: zero3 fits" in seen[0][0].err and not seen[0][0].out
     monkeypatch.setattr(command, "terminal", lambda: Console(force_terminal=True, width=80, height=60))
     assert cli.main(words) == 0 and "the engine's results follow" in seen[1][0].out
     shown = seen[1][1].out

@@ -19,7 +19,7 @@ from zero_recipes.core.tables import terminal, working
 from zero_recipes.core.units import count
 from zero_recipes.tools.plan import show
 from zero_recipes.tools.plan.choose import best_machine, better, lighter, limits_of, on_each_machine, rows_of
-from zero_recipes.tools.plan.job import Job, PlanRequest, model_named, read_recipe, read_request
+from zero_recipes.tools.plan.job import Job, PlanRequest, model_named, read_recipe, read_request, shares_nothing
 from zero_recipes.tools.plan.predict import Predict, Predictor, Progress
 from zero_recipes.tools.plan.simulator import parent
 
@@ -74,11 +74,23 @@ def simulated(
     draft: show.Answer, arguments: argparse.Namespace, predict: Predictor, progress: Progress = lambda job, left: None
 ) -> show.Answer:
     """Make the plan anew by the simulated engine. All that the formulas name is simulated side by side."""
-    rows = [*draft.rows, *draft.lighter.values()]
-    if draft.better:
-        rows.append(draft.better)
-    predict.prepare([row.job for row in rows], progress)
+    predict.prepare(by_importance(draft), progress)
     return answer_by(predict, arguments, draft.request)
+
+
+def by_importance(draft: show.Answer) -> list[Job]:
+    """The jobs of a plan in the order in which they are simulated, for there may be no time for all of them.
+
+    What the formulas recommend comes first. Stage 3 takes longest: no core is to be left alone with it at the end. On
+    one GPU the stages that the table leaves out come last.
+    """
+    jobs = [row.job for row in (*draft.rows, *draft.lighter.values())]
+    jobs.sort(key=lambda job: (shares_nothing(job), job.zero_stage != 3))
+    if draft.better:
+        jobs.insert(0, draft.better.job)
+    if draft.advice.chosen:
+        jobs.insert(0, draft.advice.chosen.job)
+    return list({id(job): job for job in jobs}.values())
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_recipes.tools.plan.job import Job
 
-MANY = 48
+MANY = 16
+NOT_LINEAR = "is not linear in their number"
 FEW = (2, 3, 4)  # the third shows whether the others tell
 TOLERANCE = 0.001  # of the peak
 
@@ -43,7 +44,7 @@ def with_layers(job: "Job", number: int) -> "Job":
 def extrapolated(answers: list[dict[str, Any]], layers: int) -> dict[str, Any]:
     """Extend the `answers` for a few layers to all of them, or take that for the whole model.
 
-    An `error` where they do not lie on a line.
+    An `error` with NOT_LINEAR where they do not lie on a line.
     """
     for answer in answers:
         if "error" in answer:
@@ -55,7 +56,7 @@ def extrapolated(answers: list[dict[str, Any]], layers: int) -> dict[str, Any]:
     for phase, peak in second["peaks"].items():
         bend = first["peaks"][phase] + third["peaks"][phase] - 2 * peak
         if abs(bend) > TOLERANCE * most:
-            return {"error": f"{phase} of {FEW} layers is not linear in their number"}
+            return {"error": f"{phase} of {FEW} layers {NOT_LINEAR}"}
     return _on_the_line(second, third, layers - FEW[1])
 
 

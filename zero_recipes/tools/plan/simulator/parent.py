@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from zero_recipes.core.process import end_with_parent, imported_for_good, kill_w
 from zero_recipes.core.tables import terminal
 from zero_recipes.engine.launchers import LAUNCHED
 from zero_recipes.metrics.schema import ModelStateBytes, Prediction
-from zero_recipes.tools.plan.simulator.layers import extrapolated, layers_to_simulate, with_layers
+from zero_recipes.tools.plan.simulator.layers import NOT_LINEAR, extrapolated, layers_to_simulate, with_layers
 
 if TYPE_CHECKING:
     from zero_recipes.tools.plan.job import Job
@@ -74,19 +74,38 @@ def simulate(
 
     Returns the error of one that fails, or is late by time.monotonic(), in its prediction's place.
     """
+    found: dict[int, Prediction | str] = {}
+    todo = {index: layers_to_simulate(_own_sequences(job)) for index, job in enumerate(jobs)}
+    while todo:
+        whole = {}  # of which a few layers do not tell
+        for index, prediction in _simulated(jobs, todo, deadline):
+            if todo[index] and isinstance(prediction, str) and NOT_LINEAR in prediction:
+                whole[index] = ()
+                continue
+            found[index] = prediction
+            ready(jobs[index], prediction)
+        todo = whole
+    return [found[index] for index in range(len(jobs))]
+
+
+def _simulated(
+    jobs: Sequence["Job"], todo: Mapping[int, tuple[int, ...]], deadline: float
+) -> Iterator[tuple[int, Prediction | str]]:
+    """(a job's index, its prediction or error) as each is ready.
+
+    `todo`: {the index of a job: the numbers of layers to simulate; none for all of them}.
+    """
     from zero_recipes.tools.plan.job import packs_under_mask  # not needed to be the process
 
     tasks = []  # (a job's index, its rank, the job to simulate)
-    for index, job in enumerate(jobs):
-        own = _own_sequences(job)
-        few = [with_layers(own, number) for number in layers_to_simulate(own)]
-        tasks += [(index, rank, simulated) for rank in _ranks(job) for simulated in few or [own]]
-    # stage 3 takes longest: no core is left alone with it at the end
-    tasks.sort(key=lambda task: task[2].zero_stage != 3)
+    for index, numbers in todo.items():
+        own = _own_sequences(jobs[index])
+        few = [with_layers(own, number) for number in numbers]
+        tasks += [(index, rank, simulated) for rank in _ranks(jobs[index]) for simulated in few or [own]]
+    tasks.sort(key=lambda task: not todo[task[0]])  # a few layers take seconds, whole models a minute
     waiting = Counter(index for index, _, _ in tasks)
     answers = {}  # {(a job's index, its rank): {number of a task: its answer}}
-    found = {}
-    masked = [packs_under_mask(job) for job in jobs]  # found here: in a simulation it would count as the job's memory
+    masked = {index: packs_under_mask(jobs[index]) for index in todo}  # in a simulation it would count as its memory
     asked = [{"job": simulated.as_dict(), "rank": rank, "masked": masked[index]} for index, rank, simulated in tasks]
     progress = track(_answers(asked, deadline), "simulating", len(tasks), console=terminal(stderr=True), transient=True)
     for number, answer in progress:
@@ -95,9 +114,7 @@ def simulate(
         waiting[index] -= 1
         if not waiting[index]:
             job = jobs[index]
-            found[index] = _prediction(job, [answers[index, rank] for rank in _ranks(job)])
-            ready(job, found[index])
-    return [found[index] for index in range(len(jobs))]
+            yield index, _prediction(job, [answers[index, rank] for rank in _ranks(job)], bool(todo[index]))
 
 
 def _own_sequences(job: "Job") -> "Job":
@@ -160,7 +177,7 @@ def _answers(tasks: list[dict], deadline: float) -> Iterator[tuple[int, dict[str
             yield number, {"error": error}
 
 
-def _prediction(job: "Job", by_rank: list[dict[int, dict[str, Any]]]) -> Prediction | str:
+def _prediction(job: "Job", by_rank: list[dict[int, dict[str, Any]]], of_few_layers: bool) -> Prediction | str:
     """The rank that needs most, with what the ranks need together; or the error of one."""
     from zero_recipes.tools.plan import formulas  # imports torch: `start` need not wait for it
 
@@ -178,7 +195,7 @@ def _prediction(job: "Job", by_rank: list[dict[int, dict[str, Any]]]) -> Predict
     host = (imports + most.pop("host_load"), imports + most.pop("host_training"))
     sizes = formulas.Sizes(job, formulas.shape_of(job.config, job.settings))
     notes = []
-    if layers_to_simulate(job):
+    if of_few_layers:
         notes.append(f"{job.strategy} is simulated from a few of the {layers} layers.")
     most |= {
         "source": "engine",
