@@ -100,22 +100,21 @@ RECIPES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT 
 NAMES = [name for name, recipe in RECIPES.items() if recipe.get("assistant_only_loss")]
 
 
-# architectures that only the grid trains by a recipe: each run takes Qwen3.5 and Gemma 4 E4B of those of 2026
-IN_THE_GRID = {"gemma4_unified", "glm4_moe_lite", "granitemoehybrid", "lfm2", "mistral3", "nemotron_h", "olmo3"}
+# all weights, LoRA, 4 bits, experts, a composite model, layers of several kinds
+IN_EVERY_RUN = (
+    "qwen3-4b",
+    "llama-3.2-3b-lora",
+    "qwen3-8b-qlora",
+    "gpt-oss-20b-lora",
+    "gemma-4-e4b-lora",
+    "nemotron-3-nano-lora",
+)
 IN_THE_GRID |= {"qwen3_5_moe"}
 
 
 def recipes_of_conversations() -> list:
-    """In every run the first of each architecture, and the first LoRA in 4 bit; the others in the grid."""
-    found, kinds = [], set(IN_THE_GRID)
-    for name in NAMES:
-        recipe = RECIPES[name]
-        kind = known_models()[recipe["model_name_or_path"]]["config"]["model_type"]
-        if recipe.get("load_in_4bit"):
-            kind = "4 bit"
-        found.append(grid(name) if kind in kinds else name)
-        kinds.add(kind)
-    return found
+    """In every run one of each kind; in the grid the others."""
+    return [name if name in IN_EVERY_RUN else grid(name) for name in NAMES]
 
 
 SMALL = {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_local_experts": 4}

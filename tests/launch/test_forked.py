@@ -106,7 +106,7 @@ with open(f"{os.environ['HERE']}/{os.environ.get('RANK', '0')}.json", "w") as fi
 
 
 @pytest.mark.parametrize(
-    "strategy, count", [("zero2", 2), grid("zero3", 1), grid("ddp", 2), grid("ddp", 1), grid("fsdp2", 2)]
+    "strategy, count", [grid("zero2", 2), grid("zero3", 1), grid("ddp", 2), grid("ddp", 1), grid("fsdp2", 2)]
 )
 def test_a_forked_rank_finds_what_a_launched_one_does(tmp_path, server, strategy, count):
     folders = [tmp_path / "launched", tmp_path / "forked"]

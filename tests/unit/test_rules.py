@@ -137,7 +137,7 @@ def test_weights_in_mxfp4_are_not_trained_where_their_kernels_are(packages, stop
 @pytest.mark.parametrize("named, in_config, warned", [(None, 0.1, True), (None, 0.099, False), (0.0, 0.1, False)])
 def test_a_loud_loss_of_the_routers_is_said(named, in_config, warned):
     settings = settings_with(router_aux_loss_coef=named)
-    config = SimpleNamespace(router_aux_loss_coef=in_config)
+    config = llama_config(router_aux_loss_coef=in_config)
     run = Run(None, settings, {}, Strategy("ddp", 1, DsConfig({}), ""), "cuda", {}, MetaModel(config, settings))
     assert ("ZR466" in [found.code for found in rules.rule_findings(run)]) == warned
 
