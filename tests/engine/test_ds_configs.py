@@ -109,7 +109,6 @@ IN_EVERY_RUN = (
     "gemma-4-e4b-lora",
     "nemotron-3-nano-lora",
 )
-IN_THE_GRID |= {"qwen3_5_moe"}
 
 
 def recipes_of_conversations() -> list:
