@@ -56,7 +56,9 @@ def test_drawn_values_are_the_parsers_or_left_to_it(tmp_path, seed):
     assert_equal(recipe, parse_recipe(path, read_recipe_file(path), overrides))
 
 
-@pytest.mark.parametrize("line", ["max_step: 3", "max_steps: many", "learning_rate: -1.0", "optim: sgdd", "fp16: 1"])
+@pytest.mark.parametrize(
+    "line", ["max_step: 3", "max_steps: many", "learning_rate: -1.0", "optim: sgdd", "fp16: 1", "datasets: [a]"]
+)
 def test_what_is_wrong_is_left_to_the_parser(tmp_path, line):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"model_name_or_path: model\n{line}\n")

@@ -91,7 +91,7 @@ def _of_file(key: str, value: Any) -> Any:
     elif isinstance(value, float):
         is_plain = "number" in types
     elif isinstance(value, list):
-        is_plain = "array" in types
+        is_plain = "array" in types and all(isinstance(entry, dict if key == "datasets" else str) for entry in value)
     elif isinstance(value, dict):
         is_plain = "object" in types
     elif isinstance(value, str):
