@@ -120,7 +120,8 @@ def test_what_a_killed_run_left_is_deleted(tmp_path, capsys):
 @pytest.mark.private
 def test_prefetching_is_still_to_be_refused(two, tmp_path):
     """Fails when DeepSpeed prefetches what is on NVMe: then drop the finding in checks/deepspeed_rules.py."""
-    model = write_model(tmp_path / "large", hidden=512, intermediate=2304, layers=2)  # with more or less it does not fail
+    # with more or fewer layers it does not fail
+    model = write_model(tmp_path / "large", hidden=512, intermediate=2304, layers=2)
     recipe = write_recipe(tmp_path, model_name_or_path=str(model), max_steps=STEPS, per_device_train_batch_size=1)
     config = json.loads(Path("ds_configs/zero3_infinity.json").read_text())
     config["zero_optimization"] |= {"stage3_prefetch_bucket_size": 5 * 10**7, "stage3_max_live_parameters": 10**9}
