@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.core.files import FILES, write_json
+from zero_recipes.core.zero_paper import model_state_bytes
 from zero_recipes.engine.warnings import quieten
 from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.plan import show
@@ -63,9 +64,9 @@ def main() -> None:
         "source": "zero-recipes plan recipes/pythia.yaml --model_name_or_path MODEL --gpus N --gpu CARD --quick",
         "scenarios": [scenario(*asked) for asked in SCENARIOS],
         "states": [states(*asked) for asked in STATES],
-        "infinity": of_strategy("megatron-1t", 16, "h100-80gb", "zero3_infinity", recomputes=True),
+        "infinity": of_strategy("megatron-1t", 16, "h100-80gb", "zero3_infinity"),
         "activations": activations(),
-        "recomputing": [of_strategy(*asked, "zero3", recomputes=True) for asked in RECOMPUTING],
+        "recomputing": [of_strategy(*asked, "zero3") for asked in RECOMPUTING],
     }
     write_json(RESULT, document)
 
@@ -105,24 +106,22 @@ def sizes(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_strategy(model: str, count: int, card: str, strategy: str, recomputes: bool) -> dict[str, Any]:
-    """One strategy's row."""
+def of_strategy(model: str, count: int, card: str, strategy: str) -> dict[str, Any]:
+    """One strategy's row, with activation checkpointing."""
     nvme = ("--nvme", "100000") if "infinity" in strategy else ()
-    keys = ("--activation_checkpointing", str(recomputes).lower())
-    plan = planned(model, count, card, "--strategies", strategy, *nvme, *keys)
+    plan = planned(model, count, card, "--strategies", strategy, *nvme, "--activation_checkpointing", "true")
     return {"model": model, "count": count, "gpu": card, "strategy": strategy} | sizes(plan["rows"][0])
 
 
 def states(who: str, parameters: float, count: int, said: Any, model: str, card: str) -> dict[str, Any]:
     """What is said of model states at the stages 0 to 3, the paper's formulas, and what a run's peak is planned at."""
     rows = planned(model, count, card, "--strategies", ",".join(ALONE[1:]))["rows"]
-    shares = (16, 4 + 12 / count, 2 + 14 / count, 16 / count)
     return {
         "who": who,
         "parameters": int(parameters),
         "count": count,
         "said_gb": said,
-        "formula_bytes": [int(parameters * share) for share in shares],
+        "formula_bytes": [int(model_state_bytes(int(parameters), count, stage).total) for stage in range(4)],
         "model": model,
         "gpu": card,
         "peak_bytes": [row["prediction"]["allocated_peak_bytes"] for row in rows],

@@ -19,7 +19,9 @@ from zero_recipes.engine.warnings import quieten
 from zero_recipes.tools.arguments import parse_arguments
 from zero_recipes.tools.plan.command import requested
 from zero_recipes.tools.plan.job import MODELS, model_config
-from zero_recipes.tools.plan.shape import BUILT_BY, SHIPPED, as_json, name_of, of_model
+from zero_recipes.tools.plan.shape import SHIPPED, as_json, name_of, of_model
+
+BUILT_BY = ("transformers", "peft")
 
 
 def main() -> None:

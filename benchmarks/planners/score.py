@@ -202,15 +202,9 @@ def verdict_on(row: Row) -> dict[str, str]:
     allocated = prediction["allocated"]
     needed = allocated + overheads().beside_segments(row["gpus"])
     shown = overheads().reserved_range(allocated, row["gpus"]).high
-    most = allocated + unplanned_bytes(prediction)
+    most = allocated + overheads().unplanned_bytes(prediction["source"], allocated, prediction["at_peak"])
     now = verdict_of(needed, most <= overheads().usable_bytes(card), card)
     return {"now": now, "earlier": verdict_of(needed, shown <= card, card)}
-
-
-def unplanned_bytes(prediction: dict[str, Any]) -> float:
-    """As `Overheads.unplanned_bytes` has it."""
-    share = overheads().unplanned[prediction["source"]]
-    return share * (prediction["allocated"] if prediction["source"] == "formulas" else activations(prediction))
 
 
 def activations(prediction: dict[str, Any]) -> float:

@@ -69,6 +69,6 @@ def test_what_is_wrong_is_left_to_the_parser(tmp_path, line):
 def test_other_versions_of_the_libraries_are_left_to_the_parser(tmp_path, monkeypatch):
     path = tmp_path / "recipe.yaml"
     path.write_text("model_name_or_path: model\n")
-    monkeypatch.setattr(plain, "version_of", lambda library: "0.1")
+    monkeypatch.setattr("zero_recipes.core.measured_on.version_of", lambda library: "0.1")
 
     assert read_plain_recipe(path, read_recipe_file(path), []) is None

@@ -19,7 +19,7 @@ from zero_recipes.config.read import EXPONENT, converted
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import FILES
-from zero_recipes.core.measured_on import version_of
+from zero_recipes.core.measured_on import are_installed
 
 # what the parser makes of defaults that the schema leaves out, or has as text
 UNTOLD = {"datasets": [], "include_for_metrics": [], "debug": None, "include_num_input_tokens_seen": False}
@@ -37,7 +37,7 @@ def read_plain_recipe(path: Path, mapping: Mapping[str, Any], overrides: Sequenc
 
     Args: as of `parse_recipe`.
     """
-    if not schema_is_of_installed_libraries():
+    if not are_installed(_schema()["x-versions"]):  # other versions have other keys and defaults
         return None
     try:
         explicit = {key: _of_file(key, value) for key, value in mapping.items() if key not in LAUNCH_KEYS}
@@ -55,12 +55,6 @@ def default_values() -> dict[str, Any]:
     """The value of every key that nothing names."""
     rows = _schema()["properties"].items()
     return {key: row.get("default") for key, row in rows if key != "env"} | UNTOLD
-
-
-def schema_is_of_installed_libraries() -> bool:
-    """Whether the schema was written with the installed versions: others have other keys and defaults."""
-    written = _schema()["x-versions"]
-    return all(version_of(library) == version for library, version in written.items())
 
 
 @cache

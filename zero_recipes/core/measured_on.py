@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import resource
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ def version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def are_installed(versions: Mapping[str, str]) -> bool:
+    """Whether these versions of packages are the installed ones. What others wrote is of no use to them."""
+    return all(version_of(package) == version for package, version in versions.items())
 
 
 def hardware_facts(device: str) -> dict[str, Any]:

@@ -49,13 +49,13 @@ class Overheads:
         sizes = [size for size in self.usable if size * 2**30 <= capacity]
         return int(self.usable[max(sizes)] * capacity)
 
-    def unplanned_bytes(self, prediction: Prediction) -> int:
-        """Bytes that a run may need beyond the planned peak: the error of the planned activations, or of formulas."""
-        share = self.unplanned[prediction.source]
-        if prediction.source == "formulas":
-            return int(share * prediction.allocated_peak_bytes)
-        at_peak = prediction.at_peak
-        return int(share * (at_peak["activations"] + at_peak["loss_head"]))
+    def unplanned_bytes(self, source: str, allocated: int, at_peak: Mapping[str, int]) -> int:
+        """Bytes that a run may need beyond the planned peak: the error of the planned activations, or of formulas.
+
+        `source`, `allocated`, `at_peak`: a prediction's; the second is its allocated peak.
+        """
+        uncertain = allocated if source == "formulas" else at_peak["activations"] + at_peak["loss_head"]
+        return int(self.unplanned[source] * uncertain)
 
     def reserved_range(self, allocated: int, world_size: int) -> ReservedRange:
         """Bound what nvidia-smi shows: from what is needed to what was ever reserved.

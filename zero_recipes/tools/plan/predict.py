@@ -138,7 +138,8 @@ def fit_of(
         return 0 if there is None else max(0, (needed or 0) - there)
 
     needed = prediction.reserved_bytes.low
-    most_allocated = prediction.allocated_peak_bytes + overheads().unplanned_bytes(prediction)
+    allocated = prediction.allocated_peak_bytes
+    most_allocated = allocated + overheads().unplanned_bytes(prediction.source, allocated, prediction.at_peak)
     on_host = prediction.host_bytes
     host_lacks = lacks(on_host.most, host)
     nvme_lacks = lacks(prediction.nvme_bytes, nvme)

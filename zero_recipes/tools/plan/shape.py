@@ -16,7 +16,7 @@ from zero_recipes.checks import capacity
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import raise_errors
 from zero_recipes.core.library_errors import library_error_as_finding
-from zero_recipes.core.measured_on import version_of
+from zero_recipes.core.measured_on import are_installed
 from zero_recipes.metrics.flops import ModelFlops, active_experts, model_flops
 from zero_recipes.model.layer_configs import configs_of_layers
 from zero_recipes.tools.plan.cache import cached
@@ -25,7 +25,6 @@ from zero_recipes.tools.plan.cache import cached
 RESIDUAL_DROPOUTS = ("dropout", "hidden_dropout", "resid_dropout", "resid_pdrop", "residual_dropout")
 LORA_KEYS = ("use_peft", "use_rslora", "use_dora", "peft_config")  # beside lora_*
 SHIPPED = Path(__file__).with_name("shapes.json")
-BUILT_BY = ("transformers", "peft")
 
 
 def shape_of(config: Mapping[str, Any], settings: Settings) -> "Shape":
@@ -50,8 +49,7 @@ def name_of(config_json: str, lora_json: str) -> str:
 def shipped() -> dict[str, Any]:
     """{name: fields} of shapes.json. Empty where other versions of the libraries are installed, which build others."""
     document = json.loads(SHIPPED.read_text())
-    is_of_these = all(version_of(library) == document["versions"][library] for library in BUILT_BY)
-    return document["shapes"] if is_of_these else {}
+    return document["shapes"] if are_installed(document["versions"]) else {}
 
 
 @dataclass(frozen=True)
